@@ -1,0 +1,156 @@
+"""Requests and their parts, validated once and free of torch: the engine, the wire and the router share them.
+
+Everything here is frozen. Token ids are ints in [0, vocab_size); sizes are in tokens unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import NewType
+
+import msgspec
+
+from paceline.errors import ExceedsPool, InvalidRequest, PromptTooLong, UnsupportedFeature, quote
+
+BLOCK_TOKENS = 16
+"""Tokens in a KV block, everywhere. Part of the fingerprint."""
+
+RequestId = NewType("RequestId", str)
+ReservationId = NewType("ReservationId", str)
+
+
+class Role(enum.Enum):
+    """The tier of a worker."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.Enum):
+    """Why a request's generation ended."""
+
+    STOP = "stop"  # EOS, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the context window
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class WorkerKey(msgspec.Struct, frozen=True, order=True):
+    """One life of one worker. `epoch` grows with each start of the same id, so that a restarted peer is never mistaken."""
+
+    worker_id: str
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}@{self.epoch}"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens, under the names of the OpenAI API. Build through `validated`."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    seed: int = 0  # 64 bits; the router draws one where the caller gave none, so that P, D and a replay agree
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """True where the most likely token is taken and nothing is drawn."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def validated(self, *, vocab_size: int) -> SamplingParams:
+        """Itself, or `InvalidRequest` naming the field, the value and the limit."""
+        if self.max_tokens < 1:
+            raise InvalidRequest("max_tokens", f"{self.max_tokens} is under the limit of 1")
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            raise InvalidRequest("temperature", f"{self.temperature} is not a number from 0 to 100")
+        if not 0.0 < self.top_p <= 1.0:  # also false for NaN
+            raise InvalidRequest("top_p", f"{self.top_p} is not in (0, 1]")
+        if self.top_k < 0:
+            raise InvalidRequest("top_k", f"{self.top_k} is negative; 0 means no limit")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidRequest("seed", f"{self.seed} does not fit in 64 bits")
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size=vocab_size)
+        return self
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a request, as billed: prompt, of it found in a cache, and generated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker can hold, as it enforces it."""
+
+    vocab_size: int
+    context_tokens: int
+    pool_blocks: int
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load at one moment; every reply carries it."""
+
+    running: int = 0  # requests in the batch
+    waiting: int = 0  # requests accepted, not yet in the batch
+    pending_prompt_tokens: int = 0  # prompt tokens accepted and not yet computed
+    total_blocks: int = 0
+    free_blocks: int = 0  # free this moment
+    committed_blocks: int = 0  # promised to accepted requests to their end, quarantine included
+    quarantined_blocks: int = 0
+    tick_age_ms: float = 0.0  # age of the engine loop's last tick
+
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks that a new request may still commit to."""
+        return max(0, self.total_blocks - self.committed_blocks)
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], *, vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the first id outside the vocabulary."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(field, f"id {token_id} at index {index} is not in [0, {vocab_size})")
+
+
+def check_prompt(token_ids: Sequence[int], *, max_tokens: int, limits: Limits) -> None:
+    """Raises the fitting `InvalidRequest` for a prompt that can never be served within `limits`.
+
+    The last sampled token's KV is never stored, hence the -1.
+    """
+    if not token_ids:
+        raise InvalidRequest("prompt", "is empty: at least one token is needed")
+    check_token_ids("prompt", token_ids, vocab_size=limits.vocab_size)
+    needed = len(token_ids) + max_tokens
+    if needed > limits.context_tokens:
+        raise PromptTooLong(
+            "prompt",
+            f"{len(token_ids)} prompt tokens + max_tokens {max_tokens} = {needed} "
+            f"is over the context of {limits.context_tokens} tokens",
+        )
+    blocks = blocks_for(needed - 1)
+    if blocks > limits.pool_blocks:
+        raise ExceedsPool(
+            "prompt",
+            f"{len(token_ids)} prompt tokens + max_tokens {max_tokens} need {blocks} KV blocks of {BLOCK_TOKENS} tokens, "
+            f"and the pool has {limits.pool_blocks}",
+        )
+
+
+def check_unsupported(fields: Mapping[str, object]) -> None:
+    """Raises `UnsupportedFeature` for the first field that is set; `fields` maps names to values, None for unset."""
+    for name, value in fields.items():
+        if value is not None:
+            raise UnsupportedFeature(name, f"{quote(value)} was asked for, and this version does not serve {name}")
