@@ -40,6 +40,7 @@ The wire's table from reasons to leaves is in `paceline.wire`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import ClassVar
 
 QUOTE_LIMIT = 200
@@ -286,3 +287,24 @@ class AddressInUse(StartupError):
     """Another process listens on the port that was asked for."""
 
     reason = "ADDRESS_IN_USE"
+
+
+def rebuild(reason: str, message: str, metadata: Mapping[str, str]) -> PacelineError:
+    """The error another process raised, from its reason, message and metadata; an unknown reason is an EngineError."""
+    leaf = _leaves().get(reason, EngineError)
+    if issubclass(leaf, InvalidRequest):
+        field = metadata.get("field", "request")
+        return leaf(field, message.removeprefix(f"{field}: "))
+    if issubclass(leaf, Overloaded):
+        return leaf(message, retry_after_s=float(metadata.get("retry_after_s", "1")))
+    return leaf(message)
+
+
+def _leaves() -> dict[str, type[PacelineError]]:
+    found: dict[str, type[PacelineError]] = {}
+    pending: list[type[PacelineError]] = [PacelineError]
+    while pending:
+        kind = pending.pop()
+        found.setdefault(kind.reason, kind)
+        pending.extend(kind.__subclasses__())
+    return found

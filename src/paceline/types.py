@@ -38,7 +38,7 @@ class FinishReason(enum.Enum):
 
 
 class WorkerKey(msgspec.Struct, frozen=True, order=True):
-    """One life of one worker. `epoch` grows with each start of the same id, so that a restarted peer is never mistaken."""
+    """One life of one worker. `epoch` grows with each start of the same id: a restarted peer is never mistaken."""
 
     worker_id: str
     epoch: int
@@ -144,8 +144,8 @@ def check_prompt(token_ids: Sequence[int], *, max_tokens: int, limits: Limits) -
     if blocks > limits.pool_blocks:
         raise ExceedsPool(
             "prompt",
-            f"{len(token_ids)} prompt tokens + max_tokens {max_tokens} need {blocks} KV blocks of {BLOCK_TOKENS} tokens, "
-            f"and the pool has {limits.pool_blocks}",
+            f"{len(token_ids)} prompt tokens + max_tokens {max_tokens} need {blocks} KV blocks "
+            f"of {BLOCK_TOKENS} tokens, and the pool has {limits.pool_blocks}",
         )
 
 

@@ -1,0 +1,264 @@
+"""The one place where gRPC meets Paceline's own types: errors, channel options and message conversions.
+
+Errors travel as a gRPC status with a `google.rpc.ErrorInfo` (domain `paceline`, the leaf's reason, its metadata) in the
+trailing metadata. Code branches on the reason: gRPC makes some statuses of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, NoReturn, cast
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from paceline import errors, types
+from paceline.protos import common_pb2
+
+ERROR_DOMAIN: Final = "paceline"
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+MESSAGE_BYTES: Final = 16 * 2**20
+"""Longest message that is sent or received."""
+
+_KEEPALIVE: Final[tuple[tuple[str, int], ...]] = (
+    # Both sides ping, so that a peer that vanished is seen within 20 + 10 s even while nothing flows.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+)
+
+CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_KEEPALIVE,
+    # A restarted worker is reached within a second, not after gRPC's two minutes of back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Channels do not share sockets: a broken one takes nobody else's calls down.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_KEEPALIVE,
+    # The server's default forbids pings under 300 s and answers them with GOAWAY, in the middle of a stream.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Two processes on one port would share its connections at random; the second must fail instead.
+    ("grpc.so_reuseport", 0),
+)
+
+_FINISH: Final[Mapping[types.FinishReason, common_pb2.FinishReason]] = {
+    types.FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    types.FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    types.FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    types.FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_BACK: Final = {number: reason for reason, number in _FINISH.items()}
+_ROLE: Final[Mapping[types.Role, common_pb2.Role]] = {
+    types.Role.PREFILL: common_pb2.ROLE_PREFILL,
+    types.Role.DECODE: common_pb2.ROLE_DECODE,
+}
+_ROLE_BACK: Final = {number: role for role, number in _ROLE.items()}
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def status_code(error: errors.PacelineError) -> grpc.StatusCode:
+    """The gRPC code of an error."""
+    return grpc.StatusCode[error.status.name]
+
+
+def error_metadata(error: errors.PacelineError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that carries the error's reason and details."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
+    detail = AnyMessage()
+    detail.Pack(info)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=error.message, details=[detail])
+    return ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.PacelineError) -> NoReturn:
+    """Ends a call on the server with the error."""
+    await context.abort(status_code(error), error.message, error_metadata(error))
+
+
+@asynccontextmanager
+async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Inside it, a PacelineError ends the call with its own status. Every servicer method stands in one."""
+    try:
+        yield
+    except errors.PacelineError as error:
+        await abort(context, error)
+
+
+def error_from_rpc(error: grpc.RpcError) -> errors.PacelineError:
+    """The error behind a failed call: the server's own by its reason, or gRPC's by its code."""
+    # The stubs know the synchronous client's named tuples only; the asynchronous one yields plain pairs.
+    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == _DETAILS_KEY:
+            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode("latin-1"))
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+                    return errors.rebuild(info.reason, status.message, info.metadata)
+    message = error.details() or str(error.code())
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.WorkerLost(message)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(message)
+        case grpc.StatusCode.CANCELLED:
+            return errors.RequestCancelled(message)
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return errors.InvalidRequest("request", message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.Overloaded(message, retry_after_s=1.0)
+        case code:
+            return errors.EngineError(f"{code}: {message}")
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> Duration:
+    """A protobuf Duration, to the microsecond."""
+    message = Duration()
+    message.FromMicroseconds(round(seconds * 1e6))
+    return message
+
+
+def seconds(message: Duration) -> float:
+    """Seconds of a protobuf Duration."""
+    return message.seconds + message.nanos / 1e9
+
+
+def key_to_proto(key: types.WorkerKey) -> common_pb2.WorkerKey:
+    """A worker's key for the wire."""
+    return common_pb2.WorkerKey(worker_id=key.worker_id, epoch=key.epoch)
+
+
+def key_from_proto(message: common_pb2.WorkerKey) -> types.WorkerKey:
+    """A worker's key from the wire."""
+    return types.WorkerKey(message.worker_id, message.epoch)
+
+
+def role_to_proto(role: types.Role) -> common_pb2.Role:
+    """A tier for the wire."""
+    return _ROLE[role]
+
+
+def role_from_proto(number: common_pb2.Role) -> types.Role:
+    """A tier from the wire, or InvalidRequest for an unspecified one."""
+    role = _ROLE_BACK.get(number)
+    if role is None:
+        raise errors.InvalidRequest("role", f"{number} is not a worker's role")
+    return role
+
+
+def finish_to_proto(reason: types.FinishReason | None) -> common_pb2.FinishReason:
+    """A finish reason for the wire; None is UNSPECIFIED."""
+    return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
+
+
+def finish_from_proto(number: common_pb2.FinishReason) -> types.FinishReason | None:
+    """A finish reason from the wire; UNSPECIFIED is None."""
+    return _FINISH_BACK.get(number)
+
+
+def limits_to_proto(limits: types.Limits) -> common_pb2.Limits:
+    """A worker's limits for the wire."""
+    return common_pb2.Limits(
+        vocab_size=limits.vocab_size, context_tokens=limits.context_tokens, pool_blocks=limits.pool_blocks
+    )
+
+
+def limits_from_proto(message: common_pb2.Limits) -> types.Limits:
+    """A worker's limits from the wire."""
+    return types.Limits(
+        vocab_size=message.vocab_size, context_tokens=message.context_tokens, pool_blocks=message.pool_blocks
+    )
+
+
+def load_to_proto(load: types.WorkerLoad) -> common_pb2.Load:
+    """A worker's load for the wire."""
+    return common_pb2.Load(
+        running=load.running,
+        waiting=load.waiting,
+        pending_prompt_tokens=load.pending_prompt_tokens,
+        total_blocks=load.total_blocks,
+        free_blocks=load.free_blocks,
+        committed_blocks=load.committed_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        tick_age=duration(load.tick_age_ms / 1e3),
+    )
+
+
+def load_from_proto(message: common_pb2.Load) -> types.WorkerLoad:
+    """A worker's load from the wire."""
+    return types.WorkerLoad(
+        running=message.running,
+        waiting=message.waiting,
+        pending_prompt_tokens=message.pending_prompt_tokens,
+        total_blocks=message.total_blocks,
+        free_blocks=message.free_blocks,
+        committed_blocks=message.committed_blocks,
+        quarantined_blocks=message.quarantined_blocks,
+        tick_age_ms=seconds(message.tick_age) * 1e3,
+    )
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+_NEUTRAL: Final[Mapping[str, object]] = {
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "n": 1,
+}
+"""Values at which a field that is not served yet changes nothing, so that clients which always send them are served."""
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams, *, seed: int) -> types.SamplingParams:
+    """Sampling parameters off the wire, not yet validated; `seed` is used where the message has none.
+
+    Raises UnsupportedFeature for a field that this version understands and does not serve.
+    """
+    asked = {name: getattr(message, name) for name in _NEUTRAL if message.HasField(name)}
+    unsupported: dict[str, object] = {name: value for name, value in asked.items() if value != _NEUTRAL[name]}
+    if message.logit_bias:
+        unsupported["logit_bias"] = dict(message.logit_bias)
+    for name in ("logprobs", "prompt_logprobs"):
+        if message.HasField(name):
+            unsupported[name] = getattr(message, name)
+    types.check_unsupported(unsupported)
+    defaults = types.SamplingParams()
+    return types.SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
+        temperature=message.temperature if message.HasField("temperature") else defaults.temperature,
+        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
+        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
+        seed=message.seed if message.HasField("seed") else seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def sampling_to_proto(sampling: types.SamplingParams) -> common_pb2.SamplingParams:
+    """Sampling parameters for the wire, every field set."""
+    return common_pb2.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
