@@ -145,7 +145,7 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="Threads that compute; none: this worker's share of the cores"),
     ] = None
-    seed: Annotated[int, Meta(description="Seed of dummy weights", ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Meta(description="Seed of dummy weights", ge=0, le=2**63 - 1)] = 0
 
 
 class WorkerConfig(EngineConfig, frozen=True, kw_only=True):

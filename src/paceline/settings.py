@@ -132,7 +132,9 @@ def flags_for(cls: type[msgspec.Struct], values: Mapping[str, object]) -> list[s
         setting = settings_of(cls).get(name)
         if setting is None:
             continue
-        if setting.is_bool and value is not None:
+        if setting.is_bool and value is None:
+            continue  # a switch can't say it; it is the default
+        if setting.is_bool:
             line.append(setting.flag if value in (True, "true") else setting.flag.replace("--", "--no-", 1))
         else:
             line.append(f"{setting.flag}={_as_text(value)}")
