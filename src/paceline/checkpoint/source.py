@@ -1,0 +1,76 @@
+"""Where a model comes from: what the user wrote, resolved to one kind of checkpoint on this machine."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from paceline.checkpoint import dummy, hf_folder
+from paceline.checkpoint.fetch import DEFAULT_MODEL, fetch
+from paceline.errors import CheckpointError, quote
+
+DUMMY_PREFIX: Final = "dummy:"
+
+
+class SourceKind(enum.Enum):
+    """What a source is made of."""
+
+    GGUF = "gguf"
+    FOLDER = "folder"
+    DUMMY = "dummy"
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A checkpoint on this machine. `path` is the GGUF file or the folder; a dummy's config.json, if it has one."""
+
+    kind: SourceKind
+    name: str
+    path: Path | None
+
+
+def resolve(spec: str, *, cache_dir: Path, offline: bool = False) -> Source:
+    """The source that `spec` names.
+
+    `spec` is `smollm2-135m-instruct` (fetched into `cache_dir` unless it is there), the path of a `.gguf` file, the
+    path of a Hugging Face folder, or `dummy:` with a built-in shape's name or the path of a config.json or its folder.
+    Raises `CheckpointError` for anything else, `FetchError` and `DiskFull` where the default model cannot be had.
+    """
+    if spec == DEFAULT_MODEL.name:
+        return Source(SourceKind.GGUF, spec, fetch(DEFAULT_MODEL, cache_dir=cache_dir, offline=offline))
+    if spec.startswith(DUMMY_PREFIX):
+        return _dummy(spec)
+    path = Path(spec).expanduser() if spec else None
+    if path is None or "\0" in spec or not path.exists():
+        raise _unknown(spec, "is neither a known model nor a path that exists")
+    path = path.resolve()
+    if path.is_dir():
+        if not (path / hf_folder.CONFIG).is_file():
+            raise _unknown(spec, f"is a folder without {hf_folder.CONFIG}")
+        return Source(SourceKind.FOLDER, path.name, path)
+    if path.suffix.lower() != ".gguf":
+        raise _unknown(spec, "is a file whose name does not end in .gguf")
+    return Source(SourceKind.GGUF, path.stem, path)
+
+
+def _dummy(spec: str) -> Source:
+    shape = spec.removeprefix(DUMMY_PREFIX)
+    if shape in dummy.SHAPES:
+        return Source(SourceKind.DUMMY, spec, None)
+    path = Path(shape).expanduser()
+    if shape and "\0" not in shape and path.is_dir():
+        path = path / hf_folder.CONFIG
+    if not shape or "\0" in shape or not path.is_file():
+        raise _unknown(spec, "names neither a built-in shape nor a config.json that exists")
+    path = path.resolve()
+    return Source(SourceKind.DUMMY, f"{DUMMY_PREFIX}{path.parent.name}", path)
+
+
+def _unknown(spec: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"model {quote(spec)} {why}. Accepted are: {DEFAULT_MODEL.name}; the path of a .gguf file; the path of a "
+        f"Hugging Face folder (config.json, *.safetensors, tokenizer.json); {DUMMY_PREFIX}SHAPE, with SHAPE one of "
+        f"{', '.join(dummy.SHAPES)} or the path of a config.json"
+    )

@@ -1,0 +1,171 @@
+"""A model's weights on a device, fused the way the forward pass multiplies by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from paceline.checkpoint import HostTensor, ModelConfig, Source, SourceKind, Tensors, open_tensors
+from paceline.errors import CheckpointError, quote
+
+DTYPES: Final = (torch.float32, torch.bfloat16)
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors loaded, tensors in all) after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Matrices are [out, in], as `torch.nn.functional.linear` takes them."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]: all of q, then k, then v
+    o: torch.Tensor  # [hidden, heads * head_dim]
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]: all of gate, then up
+    down: torch.Tensor  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The whole model, in one dtype on one device."""
+
+    embed: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden]
+    lm_head: torch.Tensor  # [vocab, hidden]; the same tensor as `embed` where the two are tied
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in device memory."""
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self._tensors()}.values())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from (self.embed, self.final_norm, self.lm_head)
+        for layer in self.layers:
+            yield from (layer.input_norm, layer.qkv, layer.o, layer.post_norm, layer.gate_up, layer.down)
+
+
+def load(
+    source: Source,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Weights:
+    """Loads `source`, whose shape is `config`; a dummy gets values that depend on `seed`, dtype and device kind alone.
+
+    One tensor at a time passes through host memory. Raises `CheckpointError` for a tensor that is missing, of another
+    shape, or unknown to the model: one that went unused would make wrong answers.
+    """
+    assert dtype in DTYPES, f"{dtype} is none of {DTYPES}"
+    weights = _allocate(config, dtype, torch.device(device))
+    slots = list(_slots(config, weights))
+    if source.kind is SourceKind.DUMMY:
+        _fill_randomly(slots, torch.Generator(device).manual_seed(seed), progress)
+        return weights
+    with open_tensors(source) as tensors:
+        _check_names(source, config, tensors, slots)
+        for index, slot in enumerate(slots):
+            slot.target.copy_(_as_torch(tensors.read(slot.name)))
+            if progress is not None:
+                progress(index + 1, len(slots))
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a checkpoint's tensor goes: a view of a weight, contiguous."""
+
+    name: str
+    target: torch.Tensor
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    embed = empty(config.vocab_size, hidden)
+    return Weights(
+        embed=embed,
+        layers=tuple(
+            LayerWeights(
+                input_norm=empty(hidden),
+                qkv=empty(q_size + 2 * kv_size, hidden),
+                o=empty(hidden, q_size),
+                post_norm=empty(hidden),
+                gate_up=empty(2 * intermediate, hidden),
+                down=empty(hidden, intermediate),
+            )
+            for _ in range(config.num_layers)
+        ),
+        final_norm=empty(hidden),
+        lm_head=embed if config.tied_embeddings else empty(config.vocab_size, hidden),
+    )
+
+
+def _slots(config: ModelConfig, weights: Weights) -> Iterator[_Slot]:
+    """Every tensor of a checkpoint, by its Hugging Face name, with its place."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield _Slot("model.embed_tokens.weight", weights.embed)
+    for index, layer in enumerate(weights.layers):
+        parts = {
+            "input_layernorm": layer.input_norm,
+            "self_attn.q_proj": layer.qkv[:q_size],
+            "self_attn.k_proj": layer.qkv[q_size : q_size + kv_size],
+            "self_attn.v_proj": layer.qkv[q_size + kv_size :],
+            "self_attn.o_proj": layer.o,
+            "post_attention_layernorm": layer.post_norm,
+            "mlp.gate_proj": layer.gate_up[: config.intermediate_size],
+            "mlp.up_proj": layer.gate_up[config.intermediate_size :],
+            "mlp.down_proj": layer.down,
+        }
+        for part, target in parts.items():
+            yield _Slot(f"model.layers.{index}.{part}.weight", target)
+    yield _Slot("model.norm.weight", weights.final_norm)
+    if not config.tied_embeddings:
+        yield _Slot("lm_head.weight", weights.lm_head)
+
+
+def _fill_randomly(slots: list[_Slot], generator: torch.Generator, progress: Progress | None) -> None:
+    """Norms of 1 and matrices of variance 1 / fan-in, so that activations and logits stay of the order of 1."""
+    for index, slot in enumerate(slots):
+        if slot.target.dim() == 1:
+            slot.target.fill_(1.0)
+        else:
+            slot.target.normal_(0.0, slot.target.shape[-1] ** -0.5, generator=generator)
+        if progress is not None:
+            progress(index + 1, len(slots))
+
+
+def _check_names(source: Source, config: ModelConfig, tensors: Tensors, slots: list[_Slot]) -> None:
+    infos = tensors.infos
+    for slot in slots:
+        info, expected = infos.get(slot.name), tuple(slot.target.shape)
+        if info is None:
+            raise CheckpointError(f"{source.path}: tensor {slot.name} of shape {expected} is missing")
+        if info.shape != expected:
+            raise CheckpointError(
+                f"{source.path}: tensor {slot.name} has the shape {info.shape}, expected {expected} by its config"
+            )
+    # Some folders store the head although it is tied, and some the rotary frequencies, which follow from the config.
+    unused = infos.keys() - {slot.name for slot in slots} - ({"lm_head.weight"} if config.tied_embeddings else set())
+    unknown = sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq"))
+    if unknown:
+        raise CheckpointError(
+            f"{source.path}: {len(unknown)} tensors have no place in the model, the first is {quote(unknown[0])}: "
+            "this is a variant of the architecture that is not supported"
+        )
+
+
+def _as_torch(tensor: HostTensor) -> torch.Tensor:
+    if tensor.is_bfloat16:
+        return torch.from_numpy(tensor.array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(tensor.array)
