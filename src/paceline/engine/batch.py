@@ -1,0 +1,61 @@
+"""A step's chunks as flat tensors: all that the model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline import kernels
+from paceline.engine.request import Chunk
+from paceline.types import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of one step; `tokens` is the number of all chunks' tokens, one chunk after the other."""
+
+    token_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens], absolute, from 0
+    store_rows: Tensor  # [tokens, 2 * kv_heads], where layer 0 keeps them
+    attention: kernels.AttentionPlan
+    sample_rows: Tensor  # [samples], tokens whose logits are wanted
+    opened_blocks: Tensor  # [blocks] that the step begins and doesn't fill
+
+
+def build_batch(chunks: Sequence[Chunk], pool: Tensor) -> Batch:
+    """Flattens `chunks`, whose leases hold the blocks up to each chunk's end, for the pool of this shape and device."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sample_rows: list[int] = []
+    opened: list[int] = []
+    for chunk in chunks:
+        blocks = chunk.request.lease.blocks
+        token_ids += chunk.request.tokens[chunk.start : chunk.end]
+        positions += range(chunk.start, chunk.end)
+        slots += [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(chunk.start, chunk.end)]
+        if chunk.samples:
+            sample_rows.append(len(token_ids) - 1)
+        last_block, filled = divmod(chunk.end, BLOCK_TOKENS)
+        if filled and last_block * BLOCK_TOKENS >= chunk.start:
+            opened.append(blocks[last_block])
+    return Batch(
+        token_ids=_ids(token_ids, pool),
+        positions=_ids(positions, pool),
+        store_rows=kernels.store_rows(_ids(slots, pool), pool),
+        attention=kernels.plan_attention(
+            [chunk.start for chunk in chunks],
+            [chunk.num_tokens for chunk in chunks],
+            [chunk.request.lease.blocks for chunk in chunks],
+            pool,
+        ),
+        sample_rows=_ids(sample_rows, pool),
+        opened_blocks=_ids(opened, pool),
+    )
+
+
+def _ids(values: list[int], pool: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=pool.device)
