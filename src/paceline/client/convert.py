@@ -1,0 +1,220 @@
+"""Between the client's own types and the router's messages. The client touches generated code here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline import wire
+from paceline.client import types
+from paceline.errors import InvalidRequest, quote
+from paceline.protos import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+)
+from paceline.types import FinishReason, Role, Usage
+
+Prompt = str | Sequence[int]
+
+# The generated stubs carry no types.
+RouterStub: Final[Any] = router_pb2_grpc.RouterStub
+HealthStub: Final[Any] = health_pb2_grpc.HealthStub
+
+MODEL_INFO: Final = router_pb2.GetModelInfoRequest()
+SERVER_INFO: Final = router_pb2.RouterGetServerInfoRequest()
+LOADS: Final = router_pb2.RouterGetLoadsRequest()
+
+_HEALTH: Final = {
+    health_pb2.HealthCheckResponse.SERVING: types.Health.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING: types.Health.NOT_SERVING,
+}
+
+
+def generate_request(
+    prompt: Prompt | Sequence[types.Message],
+    *,
+    sampling: types.Sampling,
+    request_id: str,
+    timeout: float | None,
+    model: str,
+    priority: int | None,
+) -> router_pb2.GenerateRequest:
+    """The message for one generation; InvalidRequest for a value that does not even fit into it."""
+    request = router_pb2.GenerateRequest(request_id=request_id, model=model, sampling=_sampling(sampling))
+    _set_prompt(request, prompt)
+    if timeout is not None:
+        if not 0 < timeout < 1e9:
+            raise InvalidRequest("timeout", f"{timeout} is not a positive number of seconds")
+        request.timeout.CopyFrom(wire.duration(timeout))
+    if priority is not None:
+        try:
+            request.priority = priority
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("priority", f"{quote(priority)} is not accepted: {error}") from error
+    return request
+
+
+def _set_prompt(request: router_pb2.GenerateRequest, prompt: Prompt | Sequence[types.Message]) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and all(isinstance(turn, types.Message) for turn in prompt):
+        turns = [turn for turn in prompt if isinstance(turn, types.Message)]
+        request.chat.messages.extend(router_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns)
+    else:
+        # An empty list travels as an empty prompt, so that the router has the one say on it.
+        request.tokens.SetInParent()
+        for index, token_id in enumerate(prompt):
+            if not isinstance(token_id, int) or not 0 <= token_id < 2**32:
+                raise InvalidRequest("prompt", f"id {quote(token_id)} at index {index} is not a token id")
+            request.tokens.ids.append(token_id)
+
+
+def _sampling(sampling: types.Sampling) -> common_pb2.SamplingParams:
+    message = common_pb2.SamplingParams()
+    for name, value in sampling.items():
+        if value is None:
+            continue
+        field: dict[str, Any] = {name: [value] if name == "stop" and isinstance(value, str) else value}
+        try:
+            message.MergeFrom(common_pb2.SamplingParams(**field))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(name, f"{quote(value)} is not accepted: {error}") from error
+    return message
+
+
+def abort_request(request_id: str) -> router_pb2.RouterAbortRequest:
+    """The message that ends a request."""
+    return router_pb2.RouterAbortRequest(request_id=request_id)
+
+
+def health_request(service: str) -> Any:
+    """The message that asks for the health of one service, or of the whole server for an empty name."""
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+def health_from_proto(response: Any) -> types.Health:
+    """A health answer."""
+    return _HEALTH.get(response.status, types.Health.UNKNOWN)
+
+
+def worker_info_call(channel: Any, role: Role) -> tuple[Any, Any]:
+    """(method, request) that ask a worker of the role about itself."""
+    if role is Role.PREFILL:
+        prefill: Any = prefill_pb2_grpc.PrefillStub
+        return prefill(channel).GetServerInfo, prefill_pb2.PrefillGetServerInfoRequest()
+    decode: Any = decode_pb2_grpc.DecodeStub
+    return decode(channel).GetServerInfo, decode_pb2.DecodeGetServerInfoRequest()
+
+
+def chunk_from_proto(message: router_pb2.GenerateResponse) -> types.Chunk:
+    """One piece of an answer."""
+    return types.Chunk(
+        request_id=message.request_id,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        index=message.token_index,
+        choice=message.choice,
+        finish=_finish(message.finish) if message.HasField("finish") else None,
+    )
+
+
+def _finish(message: router_pb2.Finish) -> types.Finish:
+    return types.Finish(
+        reason=wire.finish_from_proto(message.reason) or FinishReason.ERROR,
+        usage=Usage(
+            prompt_tokens=message.usage.prompt_tokens,
+            completion_tokens=message.usage.completion_tokens,
+            cached_tokens=message.usage.cached_tokens,
+        ),
+        timings=_timings(message.timings),
+        transfer=_transfer(message.transfer),
+        prefill_worker=wire.key_from_proto(message.prefill_worker) if message.HasField("prefill_worker") else None,
+        decode_worker=wire.key_from_proto(message.decode_worker) if message.HasField("decode_worker") else None,
+        stop_text=message.stop_text if message.HasField("stop_text") else None,
+        prompt_tokens_computed_on_decode=message.prompt_tokens_computed_on_decode,
+        attempts=message.attempts,
+    )
+
+
+def _timings(message: common_pb2.Timings) -> types.Timings:
+    return types.Timings(
+        queued_s=wire.seconds(message.queued),
+        prefill_s=wire.seconds(message.prefill),
+        transfer_s=wire.seconds(message.transfer),
+        first_token_s=wire.seconds(message.first_token),
+        total_s=wire.seconds(message.total),
+    )
+
+
+def _transfer(message: common_pb2.Transfer) -> types.TransferSummary:
+    return types.TransferSummary(
+        blocks=message.blocks,
+        bytes=message.bytes,
+        parts=message.parts,
+        parts_before_last_chunk=message.parts_before_last_chunk,
+        duration_s=wire.seconds(message.duration),
+    )
+
+
+def completion(chunks: Sequence[types.Chunk]) -> types.Completion:
+    """The whole answer of one choice's pieces, the last of which has a finish."""
+    last = chunks[-1]
+    assert last.finish is not None
+    return types.Completion(
+        request_id=last.request_id,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        finish=last.finish,
+    )
+
+
+def model_info_from_proto(message: router_pb2.GetModelInfoResponse) -> types.ModelInfo:
+    """The model served."""
+    return types.ModelInfo(
+        model=message.model,
+        limits=wire.limits_from_proto(message.limits),
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_tokenizer=message.has_tokenizer,
+        has_chat_template=message.has_chat_template,
+    )
+
+
+def server_info_from_proto(message: common_pb2.ServerInfo) -> types.ServerInfo:
+    """A running process."""
+    return types.ServerInfo(
+        version=message.version,
+        role=wire.role_from_proto(message.role) if message.role else None,
+        worker=wire.key_from_proto(message.worker) if message.HasField("worker") else None,
+        model=message.model,
+        limits=wire.limits_from_proto(message.limits),
+        uptime_s=wire.seconds(message.uptime),
+        transport=message.transport,
+        process_ids=tuple(message.process_ids),
+    )
+
+
+def loads_from_proto(message: router_pb2.RouterGetLoadsResponse) -> types.Loads:
+    """The router's queue and its workers."""
+    workers = [_worker(worker) for worker in message.workers]
+    workers.sort(key=lambda worker: (worker.role is Role.DECODE, worker.key))
+    return types.Loads(queued=message.queued, active=message.active, workers=tuple(workers))
+
+
+def _worker(message: router_pb2.RegisteredWorker) -> types.Worker:
+    return types.Worker(
+        key=wire.key_from_proto(message.info.worker),
+        role=wire.role_from_proto(message.info.role),
+        address=message.info.address,
+        model=message.info.model,
+        limits=wire.limits_from_proto(message.info.limits),
+        load=wire.load_from_proto(message.load),
+        heartbeat_age_s=wire.seconds(message.heartbeat_age),
+        draining=message.draining,
+    )
