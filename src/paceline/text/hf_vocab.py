@@ -1,0 +1,69 @@
+"""The tokenizer out of a Hugging Face folder: tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer, decoders
+
+from paceline.checkpoint.hf_folder import read_json
+from paceline.errors import CheckpointError, quote
+from paceline.text.vocab import Vocab
+
+_TOKENIZER: Final = "tokenizer.json"
+_SETTINGS: Final = "tokenizer_config.json"
+_TEMPLATE: Final = "chat_template.jinja"
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def read_vocab(folder: Path) -> Vocab:
+    """The tokenizer, or `CheckpointError` for one that is missing, damaged or not byte-level."""
+    file = folder / _TOKENIZER
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: {_TOKENIZER} is missing; it is the only kind of tokenizer file that is read")
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise CheckpointError(f"{file}: this is no tokenizer: {error}") from error
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        raise CheckpointError(
+            f"{file}: the decoder is {quote(backend.decoder)}, and only byte-level BPE (ByteLevel) is supported"
+        )
+    control = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    bos_ids = tuple(backend.encode("", add_special_tokens=True).ids)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
+    return Vocab(
+        backend=backend,
+        control=control,
+        bos_ids=bos_ids,
+        chat_template=_chat_template(folder, settings),
+        named_tokens={name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None},
+    )
+
+
+def _token_text(value: object) -> str | None:
+    """A named token is a string, or an object whose `content` is one."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _chat_template(folder: Path, settings: dict[str, object]) -> str | None:
+    """The template in a file of its own, or in the settings: one string, or a list of named ones."""
+    file = folder / _TEMPLATE
+    try:
+        if file.is_file():
+            return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    value = settings.get("chat_template")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
+                return str(entry["template"])
+    raise CheckpointError(f"{folder / _SETTINGS}: chat_template is neither a string nor a list with one named default")

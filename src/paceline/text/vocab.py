@@ -1,0 +1,18 @@
+"""What a model file says of its text: the tokenizer, its control tokens, and the chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class Vocab:
+    """The parts of a `Tokenizer`, as read from a GGUF file or a Hugging Face folder."""
+
+    backend: tokenizers.Tokenizer  # byte-level; encodes the text of control tokens as text
+    control: dict[str, int]  # each control token's text and id
+    bos_ids: tuple[int, ...] = ()  # what a plain prompt starts with, if anything
+    chat_template: str | None = None
+    named_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...: what templates may print
