@@ -38,6 +38,7 @@ check: $(STAMP) protos-check ## lint, types, import directions, stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy bench/*.py .ci/*.py
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## rewrite to the house style

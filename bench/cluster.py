@@ -1,0 +1,145 @@
+"""A cluster on this machine for benchmarks and checks: `paceline up` on free loopback ports, ended in any case.
+
+with Cluster(prefill=1, decode=1) as cluster, cluster.client() as client:
+    client.complete("The peloton", max_tokens=8)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from paceline.client import Client, Health, health
+from paceline.errors import PacelineError
+from paceline.types import Role
+
+HOST = "127.0.0.1"
+STOP_S = 60.0
+
+
+class ClusterFailed(RuntimeError):
+    """The cluster did not come up, or did not stop cleanly. The message ends with the last lines of its log."""
+
+
+class Cluster:
+    """`paceline up` as a child process. `flags` go to it as they are; `paceline` is the command to run."""
+
+    def __init__(
+        self,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        paceline: Path | None = None,
+        cwd: Path | None = None,
+        ready_s: float = 120.0,
+    ) -> None:
+        self.prefill, self.decode, self.ready_s = prefill, decode, ready_s
+        self.router = f"{HOST}:{free_port()}"
+        command = Path(sys.executable).parent / "paceline" if paceline is None else paceline
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-cluster-")
+        self.run_dir = Path(self._folder.name) / "run"
+        self.log_path = Path(self._folder.name) / "log"
+        self._command = [
+            str(command),
+            "up",
+            f"--port={self.router.rpartition(':')[2]}",
+            f"--prefill={prefill}",
+            f"--decode={decode}",
+            "--prefill-port=0",
+            "--decode-port=0",
+            f"--run-dir={self.run_dir}",
+            *flags,
+        ]
+        self._env, self._cwd = dict(os.environ if env is None else env), cwd
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+        self.ready_after_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id of `paceline up`."""
+        assert self._process is not None
+        return self._process.pid
+
+    def client(self) -> Client:
+        """A client of the router, to be closed by the caller."""
+        return Client(self.router)
+
+    def start(self) -> Cluster:
+        """Starts it and waits until the router serves and every worker is registered. Raises ClusterFailed."""
+        started = time.monotonic()
+        self._log = self.log_path.open("wb")
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=self._env, cwd=self._cwd
+        )
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise ClusterFailed(f"paceline up ended with {self._process.returncode}\n{self.log_tail()}")
+            if time.monotonic() - started > self.ready_s:
+                self.stop(clean=False)
+                raise ClusterFailed(f"not ready after {self.ready_s:g} s\n{self.log_tail()}")
+            time.sleep(0.05)
+        self.ready_after_s = time.monotonic() - started
+        return self
+
+    def stop(self, *, clean: bool = True) -> float:
+        """Ctrl-C; seconds until it had ended. Raises ClusterFailed if `clean` and its exit status is not 0."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return 0.0
+        started = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        took = time.monotonic() - started
+        if clean and process.returncode != 0:
+            raise ClusterFailed(f"paceline up ended with {process.returncode} after Ctrl-C\n{self.log_tail()}")
+        return took
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the log of all roles."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.stop(clean=error is None)
+        finally:
+            if self._log is not None:
+                self._log.close()
+            self._folder.cleanup()
+
+    def _is_ready(self) -> bool:
+        try:
+            if health(self.router, timeout=1.0) is not Health.SERVING:
+                return False
+            with self.client() as client:
+                loads = client.loads()
+        except PacelineError:
+            return False
+        return len(loads.of(Role.PREFILL)) >= self.prefill and len(loads.of(Role.DECODE)) >= self.decode
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
