@@ -104,12 +104,31 @@ def _rope(fields: Fields) -> Fields:
 
 
 def _eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
-    """The ids that end a turn, by config.json and, where it is there, generation_config.json."""
+    """The ids that end a turn, by config.json and, as far as they are there, its neighbours.
+
+    Chat models tuned from a base model often name the end of a turn in their tokenizer's settings alone.
+    """
     ids = set(fields.token_ids("eos_token_id"))
     generation = folder / "generation_config.json"
     if generation.is_file():
         ids |= set(Fields(read_json(generation), str(generation)).token_ids("eos_token_id"))
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        ids |= _named_eos(read_json(settings))
     return tuple(sorted(ids))
+
+
+def _named_eos(settings: Mapping[str, object]) -> set[int]:
+    """The id of `eos_token`, where the settings list it with their added tokens."""
+    eos, added = settings.get("eos_token"), settings.get("added_tokens_decoder")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    if text is None or not isinstance(added, dict):
+        return set()
+    return {
+        int(token_id)
+        for token_id, token in added.items()
+        if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal()
+    }
 
 
 class _Entry(msgspec.Struct, frozen=True):

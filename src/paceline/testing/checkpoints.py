@@ -1,0 +1,167 @@
+"""Small checkpoints in real file formats, for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from paceline.checkpoint import ModelConfig
+from paceline.checkpoint.dummy import SHAPES
+
+CONTROL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_GGUF_NAMES: Final = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def random_tensors(config: ModelConfig = SHAPES["tiny"], seed: int = 0) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of the model by its Hugging Face name, float32, small and random."""
+    random = np.random.default_rng(seed)
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    in_layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        shapes |= {f"model.layers.{layer}.{part}.weight": shape for part, shape in in_layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return {name: random.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()}
+
+
+def small_vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    """Tokens and merges of a byte-level BPE of 262 tokens, the control tokens first."""
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
+    return [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)], merges
+
+
+def write_gguf(
+    path: Path, *, config: ModelConfig = SHAPES["tiny"], seed: int = 0, changes: dict[str, object] | None = None
+) -> dict[str, NDArray[np.float32]]:
+    """Writes a GGUF file in float32 and returns its tensors in Hugging Face's names and layout.
+
+    `changes` replaces metadata: a string, an int or a float by key, None to leave the key out.
+    """
+    tensors = random_tensors(config, seed)
+    writer = gguf.GGUFWriter(path, "llama", use_temp_file=False)
+    for key, value in (_gguf_metadata(config) | (changes or {})).items():
+        _add_pair(writer, key, value)
+    for name, values in tensors.items():
+        writer.add_tensor(_gguf_name(name), _permuted(name, values, config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def write_folder(
+    folder: Path, *, config: ModelConfig = SHAPES["tiny"], changes: dict[str, object] | None = None
+) -> None:
+    """Writes config.json and a small tokenizer.json, without weights; `changes` replaces settings of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_tokens,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+        "bos_token_id": config.bos_token_id,
+    }
+    (folder / "config.json").write_text(json.dumps(settings | (changes or {})))
+    tokens, merges = small_vocabulary()
+    backend = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in CONTROL])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE})
+    )
+
+
+def _gguf_metadata(config: ModelConfig) -> dict[str, object]:
+    tokens, merges = small_vocabulary()
+    return {
+        "llama.block_count": config.num_layers,
+        "llama.context_length": config.context_tokens,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_heads,
+        "llama.attention.head_count_kv": config.num_kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+        "llama.rope.freq_base": config.rope_theta,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(CONTROL) + [1] * (len(tokens) - len(CONTROL)),
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _add_pair(writer: Any, key: str, value: object) -> None:
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif value is not None:
+        writer.add_uint32(key, value)
+
+
+def _gguf_name(name: str) -> str:
+    if name.startswith("model.layers."):
+        _, _, layer, *part, _ = name.split(".")
+        return f"blk.{layer}.{_GGUF_NAMES['.'.join(part)]}.weight"
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    return whole.get(name, "output.weight")
+
+
+def _permuted(name: str, values: NDArray[np.float32], config: ModelConfig) -> NDArray[np.float32]:
+    """Query and key rows in llama.cpp's order: the pair (i, i + head_dim / 2) of a head becomes neighbours."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return values
+    return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)

@@ -1,0 +1,16 @@
+"""Fixtures that several packages' tests share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from paceline.checkpoint import Source, resolve
+from paceline.config import default_cache_dir
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Source:
+    """The default model in the user's cache, fetched on first use. For tests marked `model`."""
+    return resolve("smollm2-135m-instruct", cache_dir=default_cache_dir(os.environ))
