@@ -106,6 +106,19 @@ class RouterConfig(CommonConfig, frozen=True, kw_only=True):
     local_prefill_below: Annotated[
         int, Meta(description="Prompts with fewer tokens than this to compute are prefilled on the decode worker", ge=0)
     ] = 0
+    local_prefill: Annotated[
+        Literal["auto", "always", "never"],
+        Meta(description="Whether prompts go to decode workers: auto does where no prefill worker is alive"),
+    ] = "auto"
+    prefill_slots: Annotated[
+        int, Meta(description="Requests in one prefill worker's hands at most; more wait in the queue", ge=1)
+    ] = 16
+    context_tokens: Annotated[
+        int | None, Meta(description="Longest prompt + answer, in tokens; none: the model's own", ge=2)
+    ] = None
+    request_timeout_s: Annotated[
+        float, Meta(description="Seconds a request may take that names no timeout", gt=0, le=86400)
+    ] = 600.0
     max_unacked_tokens: Annotated[
         int, Meta(description="Tokens a client may be behind before its request is cancelled as too slow", ge=1)
     ] = 4096
@@ -209,11 +222,11 @@ class UpConfig(EngineConfig, frozen=True, kw_only=True):
     prefill_port: Annotated[
         int,
         Meta(description="Port of the first prefill worker, the next ones follow; 0 takes free ones", ge=0, le=65471),
-    ] = 7080
+    ] = 0
     decode_port: Annotated[
         int,
         Meta(description="Port of the first decode worker, the next ones follow; 0 takes free ones", ge=0, le=65471),
-    ] = 7090
+    ] = 0
     local_prefill: Annotated[
         Literal["auto", "always", "never"],
         Meta(description="Whether decode workers compute prompts; see paceline decode"),

@@ -11,6 +11,7 @@
     ├── Overloaded              full for now; `retry_after_s` says when to come back
     ├── Unavailable             no worker can serve now
     │   ├── NoWorker            none is alive for the tier
+    │   ├── UnknownWorker       one that did not register, or whose lease has ended
     │   ├── WorkerLost          one died with the request in its hands
     │   └── Draining            it finishes what it has and takes nothing new
     ├── RequestCancelled        the caller, or a peer on its behalf, gave up
@@ -152,6 +153,13 @@ class NoWorker(Unavailable):
     """No live worker of a needed tier is registered."""
 
     reason = "NO_WORKER"
+
+
+class UnknownWorker(Unavailable):
+    """A worker that did not register here, or whose lease has ended: it is to register again."""
+
+    status = Status.NOT_FOUND
+    reason = "UNKNOWN_WORKER"
 
 
 class WorkerLost(Unavailable):

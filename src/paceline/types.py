@@ -126,25 +126,31 @@ def check_token_ids(field: str, token_ids: Sequence[int], *, vocab_size: int) ->
 
 
 def check_prompt(token_ids: Sequence[int], *, max_tokens: int, limits: Limits) -> None:
-    """Raises the fitting `InvalidRequest` for a prompt that can never be served within `limits`.
+    """Raises the fitting `InvalidRequest` for a prompt that can never be served within `limits`."""
+    check_lengths(len(token_ids), max_tokens=max_tokens, limits=limits)
+    # Last, since it alone takes time in the prompt's length, which is within the limits by now.
+    check_token_ids("prompt", token_ids, vocab_size=limits.vocab_size)
+
+
+def check_lengths(prompt_tokens: int, *, max_tokens: int, limits: Limits) -> None:
+    """The part of `check_prompt` that needs the prompt's length alone.
 
     The last sampled token's KV is never stored, hence the -1.
     """
-    if not token_ids:
+    if prompt_tokens < 1:
         raise InvalidRequest("prompt", "is empty: at least one token is needed")
-    check_token_ids("prompt", token_ids, vocab_size=limits.vocab_size)
-    needed = len(token_ids) + max_tokens
+    needed = prompt_tokens + max_tokens
     if needed > limits.context_tokens:
         raise PromptTooLong(
             "prompt",
-            f"{len(token_ids)} prompt tokens + max_tokens {max_tokens} = {needed} "
+            f"{prompt_tokens} prompt tokens + max_tokens {max_tokens} = {needed} "
             f"is over the context of {limits.context_tokens} tokens",
         )
     blocks = blocks_for(needed - 1)
     if blocks > limits.pool_blocks:
         raise ExceedsPool(
             "prompt",
-            f"{len(token_ids)} prompt tokens + max_tokens {max_tokens} need {blocks} KV blocks "
+            f"{prompt_tokens} prompt tokens + max_tokens {max_tokens} need {blocks} KV blocks "
             f"of {BLOCK_TOKENS} tokens, and the pool has {limits.pool_blocks}",
         )
 

@@ -1,0 +1,115 @@
+"""One request's answer as it grows: tokens merged by index, turned into text, and cut at a stop string.
+
+Both workers say the first token, and a retry says it again: each index counts once, whoever is first. A token that
+comes early waits for those before it. One that contradicts what the client has is an error, not a silent splice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from paceline.errors import EngineError, WorkerLost
+from paceline.services.router.calls import TransferSum
+from paceline.text import StopMatcher
+from paceline.types import FinishReason, Usage, WorkerKey
+
+
+class TextStream(Protocol):
+    """Turns ids into text piece by piece."""
+
+    def push(self, ids: Sequence[int], /) -> str:
+        """The text that these ids complete, often empty in the middle of a character."""
+
+    def flush(self) -> str:
+        """What an unfinished character at the end turns into."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended. Times are in seconds."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_text: str | None = None
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    transfer: TransferSum = TransferSum()
+    prefill_worker: WorkerKey | None = None
+    decode_worker: WorkerKey | None = None
+    prompt_tokens_computed_on_decode: int = 0
+    attempts: int = 1
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new for the client. `index` is the first token's in the answer; `summary` is in the last piece only."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int
+    summary: Summary | None = None
+
+
+class Answer:
+    """The answer so far. `silent_ids` are never text: the stop ids, which end the answer."""
+
+    def __init__(self, text: TextStream, *, stop: Sequence[str], silent_ids: Sequence[int]) -> None:
+        self._text = text
+        self._matcher = StopMatcher(stop)
+        self._silent_ids = frozenset(silent_ids)
+        self._tokens: list[int] = []
+        self._early: dict[int, int] = {}
+        self.stop_text: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the answer, the one that completed a stop string included."""
+        return len(self._tokens)
+
+    def add(self, index: int, ids: Sequence[int]) -> Piece | None:
+        """Takes tokens from anywhere and returns what is new in order, if anything. After a stop nothing is new.
+
+        Raises WorkerLost where a worker contradicts a token that is in the answer: another try may do better.
+        """
+        for position, token in enumerate(ids, start=index):
+            self._check(position, token)
+            if position >= self.num_tokens:
+                self._early[position] = token
+        start = self.num_tokens
+        text = ""
+        while self.stop_text is None and (token_or_none := self._early.pop(self.num_tokens, None)) is not None:
+            text += self._append(token_or_none)
+        if self.stop_text is not None:
+            self._early.clear()
+        if self.num_tokens == start:
+            return None
+        return Piece(text=text, token_ids=tuple(self._tokens[start:]), index=start)
+
+    def end(self, *, completion_tokens: int | None = None) -> str:
+        """The text that was held back, at the answer's end.
+
+        Raises EngineError where tokens before the end never came; `completion_tokens` is their number, if known.
+        """
+        if self.stop_text is not None:
+            return ""
+        if self._early or (completion_tokens is not None and completion_tokens > self.num_tokens):
+            raise EngineError(f"the worker ended the answer, and token {self.num_tokens} of it never came")
+        step = self._matcher.push(self._text.flush())
+        self.stop_text = step.stop
+        return step.text + self._matcher.flush()
+
+    def _check(self, position: int, token: int) -> None:
+        known = self._tokens[position] if position < self.num_tokens else self._early.get(position)
+        if known is not None and known != token and self.stop_text is None:
+            raise WorkerLost(f"a second computation chose another token at index {position}: the answer cannot go on")
+
+    def _append(self, token: int) -> str:
+        self._tokens.append(token)
+        if token in self._silent_ids:
+            return ""
+        step = self._matcher.push(self._text.push((token,)))
+        self.stop_text = step.stop
+        return step.text

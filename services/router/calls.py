@@ -1,0 +1,288 @@
+"""The router's calls to one worker, in own types: the one place in the router's request path that speaks protobuf.
+
+A call is cancelled explicitly, by `cancel`. Closing a worker's client (it restarted, or its lease ended) fails its
+calls with WorkerLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, cast
+
+import grpc
+import msgspec
+
+from paceline import wire
+from paceline.errors import EngineError, WorkerLost
+from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from paceline.services.router.registry import WorkerInfo
+from paceline.types import FinishReason, ReservationId, Role, SamplingParams, WorkerLoad
+
+CONTROL_TIMEOUT_S: Final = 5.0
+"""Bound on Retarget and Abort, which a live worker answers at once."""
+_LATE_S: Final = 2.0
+"""A worker's own deadline comes this much later than the router's, which is the one that is reported."""
+
+_STATUS_S: Final = 1.0
+"""Bound on the wait for a stream's status after its finish."""
+
+
+class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill worker's answer: the first tokens, from index 0, and the finish where they end the request."""
+
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    duration_s: float
+    cached_tokens: int
+    load: WorkerLoad | None
+
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode worker accepted, and waits for the writer of `attempt`."""
+
+    attempt: int
+    load: WorkerLoad | None
+
+
+class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a step; `index` is the first one's in the answer."""
+
+    index: int
+    ids: tuple[int, ...]
+
+
+class Retargeted(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode worker gave an attempt up. `attempt` is the next; None where it computes the prompt itself."""
+
+    attempt: int | None
+
+
+class TransferSum(msgspec.Struct, frozen=True, kw_only=True):
+    """What a hand-off moved."""
+
+    blocks: int = 0
+    bytes: int = 0
+    parts: int = 0
+    parts_before_last_chunk: int = 0
+    duration_s: float = 0.0
+
+
+class DecodeFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode worker's last word on a request."""
+
+    reason: FinishReason
+    completion_tokens: int
+    prompt_tokens_computed: int
+    transfer: TransferSum
+    attempts: int
+    load: WorkerLoad | None
+
+
+DecodeEvent = Reserved | NewTokens | Retargeted | DecodeFinished
+
+
+class RetargetOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to Retarget: the next attempt, or `local`, or `landed` where all of the KV is there already."""
+
+    attempt: int | None = None
+    local: bool = False
+    landed: bool = False
+    load: WorkerLoad | None = None
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What both workers are told of a request."""
+
+    request_id: str
+    reservation_id: ReservationId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    timeout_s: float
+
+
+class PrefillCall:
+    """One Prefill in flight."""
+
+    def __init__(self, call: Any, worker: WorkerInfo) -> None:
+        self._call = call
+        self._worker = worker
+
+    async def reply(self) -> PrefillReply:
+        """The answer, or the error it failed with."""
+        async with _failing_as(self._worker):
+            answer = await self._call
+        return PrefillReply(
+            tokens=tuple(answer.tokens),
+            finish=wire.finish_from_proto(answer.finish),
+            duration_s=wire.seconds(answer.duration),
+            cached_tokens=answer.cached_tokens,
+            load=_load(answer),
+        )
+
+    def cancel(self) -> None:
+        """Ends the call; the worker sees it cancelled."""
+        self._call.cancel()
+
+
+class DecodeStream:
+    """One Decode.Generate in flight."""
+
+    def __init__(self, call: Any, worker: WorkerInfo) -> None:
+        self._call = call
+        self._worker = worker
+
+    async def events(self) -> AsyncIterator[DecodeEvent]:
+        """What the worker says, up to its finish. A stream that ends without one raises WorkerLost."""
+        async with _failing_as(self._worker):
+            async for message in self._call:
+                event = _decode_event(message)
+                if isinstance(event, DecodeFinished):
+                    await self._end()
+                    yield event
+                    return
+                yield event
+        raise WorkerLost(f"decode worker {self._worker.key} ended its stream without a finish")
+
+    def cancel(self) -> None:
+        """Ends the call; the worker sees it cancelled, unless it has ended it."""
+        self._call.cancel()
+
+    async def _end(self) -> None:
+        """Waits for the status behind the finish, so that a worker that is done is not cancelled on its last line."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_S):
+                await self._call.code()
+
+
+class WorkerClient:
+    """One life of one worker, as it is called. Close it once."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self._channel = grpc.aio.insecure_channel(info.address, options=wire.CHANNEL_OPTIONS)
+        make_stub: Callable[[grpc.aio.Channel], Any] = cast(
+            "Callable[[grpc.aio.Channel], Any]",
+            prefill_pb2_grpc.PrefillStub if info.role is Role.PREFILL else decode_pb2_grpc.DecodeStub,
+        )
+        self._stub = make_stub(self._channel)
+
+    async def close(self) -> None:
+        """Closes the channel; calls in flight fail with WorkerLost."""
+        await self._channel.close()
+
+    def prefill(self, job: Job, *, attempt: int, decode: WorkerInfo) -> PrefillCall:
+        """Starts the computation of a prompt for a reservation's attempt."""
+        request = prefill_pb2.PrefillRequest(
+            request_id=job.request_id,
+            epoch=self.info.key.epoch,
+            prompt=job.prompt,
+            sampling=wire.sampling_to_proto(job.sampling),
+            reservation_id=job.reservation_id,
+            attempt=attempt,
+            decode=peer_to_proto(decode),
+            timeout=wire.duration(job.timeout_s),
+        )
+        return PrefillCall(self._stub.Prefill(request, timeout=job.timeout_s + _LATE_S), self.info)
+
+    def generate(self, job: Job, *, local: bool) -> DecodeStream:
+        """Starts a request on a decode worker; `local`: it computes the prompt itself."""
+        request = decode_pb2.DecodeGenerateRequest(
+            request_id=job.request_id,
+            epoch=self.info.key.epoch,
+            reservation_id=job.reservation_id,
+            prompt=job.prompt,
+            sampling=wire.sampling_to_proto(job.sampling),
+            local=local,
+            timeout=wire.duration(job.timeout_s),
+        )
+        return DecodeStream(self._stub.Generate(request, timeout=job.timeout_s + _LATE_S), self.info)
+
+    async def retarget(self, reservation_id: ReservationId, *, attempt: int, local: bool) -> RetargetOutcome:
+        """Gives an attempt up: for another prefill worker, or for the decode worker itself."""
+        request = decode_pb2.RetargetRequest(
+            reservation_id=reservation_id,
+            attempt=attempt,
+            to=decode_pb2.RETARGET_TO_LOCAL if local else decode_pb2.RETARGET_TO_REMOTE,
+        )
+        async with _failing_as(self.info):
+            answer = await self._stub.Retarget(request, timeout=CONTROL_TIMEOUT_S)
+        load = _load(answer)
+        match answer.WhichOneof("outcome"):
+            case "attempt":
+                return RetargetOutcome(attempt=answer.attempt, load=load)
+            case "local":
+                return RetargetOutcome(local=True, load=load)
+            case "already_landed":
+                return RetargetOutcome(landed=True, load=load)
+            case _:
+                raise EngineError(f"decode worker {self.info.key} answered a retarget without an outcome")
+
+    async def abort_decode(self, reservation_id: ReservationId) -> None:
+        """Ends a request on a decode worker by its reservation."""
+        async with _failing_as(self.info):
+            await self._stub.Abort(
+                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id), timeout=CONTROL_TIMEOUT_S
+            )
+
+
+def peer_to_proto(info: WorkerInfo) -> common_pb2.Peer:
+    """A worker for the wire, as its peers need it."""
+    return common_pb2.Peer(worker=wire.key_to_proto(info.key), role=wire.role_to_proto(info.role), address=info.address)
+
+
+@asynccontextmanager
+async def _failing_as(worker: WorkerInfo) -> AsyncIterator[None]:
+    """Inside it, whatever gRPC raises becomes an own error that names the worker."""
+    who = f"{worker.role.value} worker {worker.key}"
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        own = wire.error_from_rpc(error)
+        raise (WorkerLost(f"{who} is lost: {own.message}") if type(own) is WorkerLost else own) from error
+    except grpc.aio.UsageError as error:  # a call on a channel that is closed
+        raise WorkerLost(f"{who} is gone") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Nobody cancelled this task: the channel was closed under the call.
+        raise WorkerLost(f"{who} is gone: it restarted, or its lease has ended") from None
+
+
+def _load(message: Any) -> WorkerLoad | None:
+    return wire.load_from_proto(message.load) if message.HasField("load") else None
+
+
+def _decode_event(message: decode_pb2.DecodeGenerateResponse) -> DecodeEvent:
+    match message.WhichOneof("event"):
+        case "reserved":
+            return Reserved(attempt=message.reserved.attempt, load=_load(message.reserved))
+        case "tokens":
+            return NewTokens(index=message.tokens.index, ids=tuple(message.tokens.ids))
+        case "retargeted":
+            said = message.retargeted
+            return Retargeted(attempt=said.attempt if said.HasField("attempt") else None)
+        case "finish":
+            return _finished(message.finish)
+        case _:
+            raise EngineError("a decode worker sent a message of a kind that is not known here")
+
+
+def _finished(message: decode_pb2.DecodeFinish) -> DecodeFinished:
+    transfer = message.transfer
+    return DecodeFinished(
+        reason=wire.finish_from_proto(message.reason) or FinishReason.ERROR,
+        completion_tokens=message.completion_tokens,
+        prompt_tokens_computed=message.prompt_tokens_computed,
+        transfer=TransferSum(
+            blocks=transfer.blocks,
+            bytes=transfer.bytes,
+            parts=transfer.parts,
+            parts_before_last_chunk=transfer.parts_before_last_chunk,
+            duration_s=wire.seconds(transfer.duration),
+        ),
+        attempts=message.attempts,
+        load=_load(message),
+    )

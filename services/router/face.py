@@ -1,0 +1,221 @@
+"""The router's gRPC service: protobuf in, own types within, protobuf out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import grpc
+
+import paceline
+from paceline import wire
+from paceline.errors import Draining, InvalidRequest, PacelineError, RequestCancelled, quote
+from paceline.log import bound
+from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
+from paceline.services.router.answer import Answer, Piece, Summary
+from paceline.services.router.calls import peer_to_proto
+from paceline.services.router.enrolment import read_key, read_worker, worker_to_proto
+from paceline.services.router.prompt import PromptReader, read_request_id
+from paceline.services.router.relay import Means, Relay
+from paceline.types import RequestId, Role
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterFace(router_pb2_grpc.RouterServicer):
+    """The servicer `paceline.v1.Router`."""
+
+    def __init__(self, means: Means, reader: PromptReader, *, lease_s: float, heartbeat_s: float) -> None:
+        self._means = means
+        self._reader = reader
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
+        self._live: dict[RequestId, Relay | None] = {}  # None while the prompt is being read
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._started = asyncio.get_running_loop().time()
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
+        """Serves one request and streams its answer."""
+        async with wire.answering_errors(context):
+            request_id = self._enter(request.request_id)
+            try:
+                with bound(request_id=request_id):
+                    await self._serve(request, request_id, context)
+            finally:
+                del self._live[request_id]
+                if not self._live:
+                    self._idle.set()
+
+    async def Abort(self, request: router_pb2.RouterAbortRequest, context: Context) -> router_pb2.RouterAbortResponse:
+        """Ends a request by its id."""
+        relay = self._live.get(RequestId(request.request_id))
+        if relay is not None:
+            relay.interrupt(RequestCancelled("the request was aborted by its id"))
+        return router_pb2.RouterAbortResponse(found=relay is not None)
+
+    async def drain(self, *, grace_s: float) -> None:
+        """Refuses new requests, and returns when those in hand have ended, or were cut off after `grace_s`."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for relay in self._live.values():
+                if relay is not None:
+                    relay.interrupt(Draining(f"the router stops, and its grace of {grace_s:g} s is over"))
+
+    def _enter(self, asked: str) -> RequestId:
+        if self._draining:
+            raise Draining("the router is stopping and takes no new requests")
+        request_id = read_request_id(asked)
+        if request_id in self._live:
+            raise InvalidRequest("request_id", f"{quote(request_id)} is in use by a request that has not ended")
+        self._live[request_id] = None
+        self._idle.clear()
+        return request_id
+
+    async def _serve(self, message: router_pb2.GenerateRequest, request_id: RequestId, context: Context) -> None:
+        arrived = self._now
+        means = self._means
+        try:
+            limits = means.fleet.limits(means.own_limits)
+            request = await self._reader.read(message, request_id=request_id, limits=limits)
+        except PacelineError as error:
+            means.metrics.requests.labels(error.reason.lower()).inc()
+            raise
+        means.metrics.prompt_tokens.inc(len(request.prompt))
+        silent_ids = request.sampling.stop_token_ids
+        answer = Answer(self._reader.text_stream(), stop=request.stop, silent_ids=silent_ids)
+
+        async def write(piece: Piece) -> None:
+            await context.write(piece_to_proto(request_id, piece))
+
+        relay = self._live[request_id] = Relay(request, answer, means, write, arrived=arrived)
+        await relay.run()
+
+    # ---- what is known -----------------------------------------------------------------------------------------------
+
+    async def GetModelInfo(
+        self, request: router_pb2.GetModelInfoRequest, context: Context
+    ) -> router_pb2.GetModelInfoResponse:
+        """The model, and the limits that are enforced."""
+        return router_pb2.GetModelInfoResponse(
+            model=self._reader.model,
+            limits=wire.limits_to_proto(self._means.fleet.limits(self._means.own_limits)),
+            eos_token_ids=self._reader.tokenizer.eos_token_ids,
+            has_tokenizer=self._reader.tokenizer.has_text,
+            has_chat_template=self._reader.has_chat_template,
+        )
+
+    async def GetServerInfo(
+        self, request: router_pb2.RouterGetServerInfoRequest, context: Context
+    ) -> router_pb2.RouterGetServerInfoResponse:
+        """This process."""
+        return router_pb2.RouterGetServerInfoResponse(
+            server=common_pb2.ServerInfo(
+                version=paceline.__version__,
+                model=self._reader.model,
+                limits=wire.limits_to_proto(self._means.fleet.limits(self._means.own_limits)),
+                uptime=wire.duration(self._now - self._started),
+                process_ids=[os.getpid()],
+            )
+        )
+
+    async def GetLoads(
+        self, request: router_pb2.RouterGetLoadsRequest, context: Context
+    ) -> router_pb2.RouterGetLoadsResponse:
+        """The queue, and every live worker."""
+        queued = len(self._means.admission)
+        workers = [
+            router_pb2.RegisteredWorker(
+                info=worker_to_proto(worker.info),
+                load=wire.load_to_proto(worker.load),
+                heartbeat_age=wire.duration(self._now - worker.last_seen),
+                draining=worker.draining,
+            )
+            for worker in sorted(self._means.fleet.registry, key=lambda worker: worker.info.key)
+        ]
+        return router_pb2.RouterGetLoadsResponse(queued=queued, active=len(self._live) - queued, workers=workers)
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    async def Register(self, request: router_pb2.RegisterRequest, context: Context) -> router_pb2.RegisterResponse:
+        """Makes a worker known."""
+        async with wire.answering_errors(context):
+            info = read_worker(request.info, model=self._reader.model)
+            self._means.fleet.register(info, wire.load_from_proto(request.load))
+            return router_pb2.RegisterResponse(
+                lease=wire.duration(self._lease_s),
+                heartbeat=wire.duration(self._heartbeat_s),
+                peers=self._peers(info.role),
+            )
+
+    async def Heartbeat(self, request: router_pb2.HeartbeatRequest, context: Context) -> router_pb2.HeartbeatResponse:
+        """Renews a worker's lease."""
+        heartbeats = self._means.metrics.heartbeats
+        async with wire.answering_errors(context):
+            try:
+                worker = self._means.fleet.heartbeat(
+                    read_key(request.worker), wire.load_from_proto(request.load), draining=request.draining
+                )
+            except PacelineError:
+                heartbeats.labels("unknown").inc()
+                raise
+            heartbeats.labels("ok").inc()
+            return router_pb2.HeartbeatResponse(peers=self._peers(worker.info.role))
+
+    def _peers(self, role: Role) -> list[common_pb2.Peer]:
+        return [peer_to_proto(info) for info in self._means.fleet.registry.peers(role)]
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def piece_to_proto(request_id: RequestId, piece: Piece) -> router_pb2.GenerateResponse:
+    """A piece for the wire."""
+    return router_pb2.GenerateResponse(
+        request_id=request_id,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        token_index=piece.index,
+        finish=None if piece.summary is None else summary_to_proto(piece.summary),
+    )
+
+
+def summary_to_proto(summary: Summary) -> router_pb2.Finish:
+    """The last piece's summary for the wire."""
+    transfer = summary.transfer
+    prefill, decode = summary.prefill_worker, summary.decode_worker
+    return router_pb2.Finish(
+        reason=wire.finish_to_proto(summary.reason),
+        usage=common_pb2.Usage(
+            prompt_tokens=summary.usage.prompt_tokens,
+            completion_tokens=summary.usage.completion_tokens,
+            cached_tokens=summary.usage.cached_tokens,
+        ),
+        stop_text=summary.stop_text,
+        timings=common_pb2.Timings(
+            queued=wire.duration(summary.queued_s),
+            prefill=wire.duration(summary.prefill_s),
+            transfer=wire.duration(transfer.duration_s),
+            first_token=wire.duration(summary.first_token_s),
+            total=wire.duration(summary.total_s),
+        ),
+        transfer=common_pb2.Transfer(
+            blocks=transfer.blocks,
+            bytes=transfer.bytes,
+            parts=transfer.parts,
+            parts_before_last_chunk=transfer.parts_before_last_chunk,
+            duration=wire.duration(transfer.duration_s),
+        ),
+        prefill_worker=None if prefill is None else wire.key_to_proto(prefill),
+        decode_worker=None if decode is None else wire.key_to_proto(decode),
+        prompt_tokens_computed_on_decode=summary.prompt_tokens_computed_on_decode,
+        attempts=summary.attempts,
+    )

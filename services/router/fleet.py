@@ -1,0 +1,207 @@
+"""The live workers in action: the registry on a clock, a client for each worker, and claims on them.
+
+Whatever may make room calls `on_room`: the head of the queue is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final
+
+import msgspec
+
+from paceline.errors import Draining, Overloaded, PacelineError, WorkerLost
+from paceline.log import get_logger
+from paceline.metrics import RouterMetrics
+from paceline.services.router.calls import WorkerClient
+from paceline.services.router.placement import (
+    Ask,
+    Choice,
+    LocalReason,
+    Placement,
+    Policy,
+    another_prefill,
+    least_loaded,
+)
+from paceline.services.router.registry import Claim, Registered, Registry, WorkerInfo
+from paceline.types import Limits, Role, WorkerKey, WorkerLoad
+
+_log = get_logger(__name__)
+
+_LONGEST_REST_S: Final = 5.0
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """A place: claims on a decode worker and, unless the prompt stays there for `local_reason`, on a prefill worker."""
+
+    decode: Claim
+    prefill: Claim | None
+    local_reason: LocalReason | None
+
+
+class Fleet:
+    """The workers of one router. `close` it once; `watch` runs beside it for as long as it lives."""
+
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        policy: Policy,
+        metrics: RouterMetrics,
+        placement: Placement = least_loaded,
+    ) -> None:
+        self.registry = Registry(lease_s=lease_s)
+        self.policy = policy
+        self.on_room: Callable[[], None] = lambda: None
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._placement = placement
+        self._clients: dict[WorkerKey, WorkerClient] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+
+    # ---- the workers come and go -------------------------------------------------------------------------------------
+
+    def register(self, info: WorkerInfo, load: WorkerLoad) -> None:
+        """Takes a worker in. Raises StaleEpoch."""
+        replaced = self.registry.register(info, load, now=self.now)
+        if replaced is not None:
+            _log.info("worker replaced", worker=str(replaced.key), by=str(info.key))
+            self._forget(replaced)
+        if info.key not in self._clients:
+            self._clients[info.key] = WorkerClient(info)
+            _log.info("worker registered", worker=str(info.key), role=info.role.value, address=info.address)
+        self._count()
+        self.on_room()
+
+    def heartbeat(self, key: WorkerKey, load: WorkerLoad, *, draining: bool) -> Registered:
+        """Renews a lease. Raises UnknownWorker or StaleEpoch."""
+        worker = self.registry.heartbeat(key, load, draining=draining, now=self.now)
+        self.on_room()
+        return worker
+
+    async def watch(self) -> None:
+        """Drops workers whose lease ends, until cancelled."""
+        while True:
+            expiry = self.registry.next_expiry()
+            await asyncio.sleep(self._lease_s if expiry is None else max(0.0, expiry - self.now) + 0.001)
+            gone = self.registry.expire(now=self.now)
+            for info in gone:
+                _log.warning("worker's lease ended", worker=str(info.key), lease_s=self._lease_s)
+                self._forget(info)
+            if gone:
+                self._count()
+                self.on_room()  # a prompt whose prefill workers are gone may go to a decode worker now
+
+    async def close(self) -> None:
+        """Closes every channel and waits for what runs in the background."""
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        self._clients.clear()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+
+    # ---- a request takes and gives back ------------------------------------------------------------------------------
+
+    def place(self, ask: Ask) -> Placed | None:
+        """Claims a place for a request, or None where it has to wait."""
+        choice = self._placement(ask, self.registry.views(now=self.now), self.policy)
+        return None if choice is None else self._claim(choice, ask)
+
+    def claim_prefill(self, ask: Ask, decode: WorkerInfo, *, exclude: Iterable[WorkerKey]) -> Claim | None:
+        """Claims a prefill worker that can take a prompt over for `decode`, or None."""
+        key = self._another_prefill(ask, decode, exclude)
+        worker = None if key is None else self.registry.get(key)
+        return None if worker is None else Claim(worker, tokens=ask.prompt_tokens, blocks=0)
+
+    def has_prefill(self, ask: Ask, decode: WorkerInfo, *, exclude: Iterable[WorkerKey]) -> bool:
+        """True where `claim_prefill` would find one now."""
+        return self._another_prefill(ask, decode, exclude) is not None
+
+    def release(self, claim: Claim, *, reported: bool = False) -> None:
+        """Gives a claim back. `reported`: the worker's last load shows that the work has ended."""
+        claim.release(reported=reported)
+        self.on_room()
+
+    def give_back(self, placed: Placed) -> None:
+        """Gives a place back that nobody took up."""
+        placed.decode.release()
+        if placed.prefill is not None:
+            placed.prefill.release()
+        self.on_room()
+
+    def report(self, key: WorkerKey, load: WorkerLoad | None) -> None:
+        """Takes the load that a reply carried."""
+        if load is not None:
+            self.registry.report(key, load)
+            self.on_room()
+
+    def failed(self, key: WorkerKey, error: PacelineError) -> None:
+        """Keeps new work from a worker after a call to it failed: until its next sign of life, or for a rest."""
+        match error:
+            case Overloaded():
+                self.registry.rest(key, until=self.now + min(error.retry_after_s, _LONGEST_REST_S))
+            case Draining():
+                self.registry.drains(key)
+            case _:
+                self.registry.suspect(key)
+
+    # ---- what is known of them ---------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The loop's clock, in seconds."""
+        return asyncio.get_running_loop().time()
+
+    def client(self, claim: Claim) -> WorkerClient:
+        """The client of a claimed worker. Raises WorkerLost where the worker is gone."""
+        client = self._clients.get(claim.key)
+        if client is None:
+            raise WorkerLost(f"{claim.worker.info.role.value} worker {claim.key} is gone")
+        return client
+
+    def limits(self, own: Limits) -> Limits:
+        """The limits that are enforced: the least of `own` and of each live decode worker's."""
+        decodes = [worker.info.limits for worker in self.registry if worker.info.role is Role.DECODE]
+        every = [own, *decodes]
+        return Limits(
+            vocab_size=min(limits.vocab_size for limits in every),
+            context_tokens=min(limits.context_tokens for limits in every),
+            pool_blocks=min(limits.pool_blocks for limits in every),
+        )
+
+    def has(self, role: Role) -> bool:
+        """True where a worker of a tier is registered and takes work."""
+        return any(worker.info.role is role and not worker.draining for worker in self.registry)
+
+    def spawn(self, chore: Coroutine[Any, Any, None]) -> None:
+        """Runs something short in the background; `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    def count_fallback(self, reason: str) -> None:
+        """Counts a prompt that is computed elsewhere than planned or preferred."""
+        self._metrics.fallbacks.labels(reason).inc()
+
+    def _another_prefill(self, ask: Ask, decode: WorkerInfo, exclude: Iterable[WorkerKey]) -> WorkerKey | None:
+        views = self.registry.views(now=self.now)
+        return another_prefill(ask, views, self.policy, fingerprint=decode.fingerprint, exclude=exclude)
+
+    def _claim(self, choice: Choice, ask: Ask) -> Placed:
+        decode = self.registry.get(choice.decode)
+        prefill = None if choice.prefill is None else self.registry.get(choice.prefill)
+        assert decode is not None, f"placement chose {choice.decode}, which is not registered"
+        return Placed(
+            decode=Claim(decode, tokens=ask.prompt_tokens, blocks=ask.blocks),
+            prefill=None if prefill is None else Claim(prefill, tokens=ask.prompt_tokens, blocks=0),
+            local_reason=choice.local_reason,
+        )
+
+    def _forget(self, info: WorkerInfo) -> None:
+        client = self._clients.pop(info.key, None)
+        if client is not None:
+            self.spawn(client.close())
+
+    def _count(self) -> None:
+        for role in Role:
+            live = sum(worker.info.role is role for worker in self.registry)
+            self._metrics.workers.labels(role.value).set(live)

@@ -1,0 +1,363 @@
+"""One leg of a request: one try on one decode worker, with the prefill workers that feed it.
+
+Both calls start at once, under one reservation id. What they say arrives in one inbox, and `_handle` answers one event
+after another:
+
+    decode   reserved          the room is there; a re-target that had to wait for it is asked now
+             tokens            on to the client, each index once, whoever said it first
+             retargeted        it gave the attempt up itself: a prefill worker gets the next one, or it computes alone
+             finish            the end
+             fails             before the first token: again elsewhere; later: the client is told
+    prefill  replies           its tokens go on at once: the first token never waits for the decode worker
+             fails             the decode worker is asked to re-target, to another prefill worker once, else to itself
+    retarget attempt/local/already landed
+
+However a leg ends, both calls are cancelled and both claims given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from paceline.errors import (
+    AlreadyLanded,
+    DeadlineExceeded,
+    Draining,
+    EngineLost,
+    InvalidRequest,
+    Overloaded,
+    PacelineError,
+    RequestCancelled,
+    StaleEpoch,
+    UnknownReservation,
+    WorkerLost,
+    WrongAttempt,
+)
+from paceline.log import get_logger
+from paceline.services.router.calls import (
+    DecodeEvent,
+    DecodeFinished,
+    DecodeStream,
+    Job,
+    NewTokens,
+    PrefillCall,
+    PrefillReply,
+    Reserved,
+    Retargeted,
+    RetargetOutcome,
+)
+from paceline.services.router.fleet import Fleet, Placed
+from paceline.services.router.placement import Ask, LocalPrefill
+from paceline.services.router.registry import Claim
+from paceline.types import FinishReason, WorkerKey
+
+_log = get_logger(__name__)
+
+LOST: Final = (WorkerLost, EngineLost, StaleEpoch, Draining, RequestCancelled)
+"""What says of a worker that it will not go on, and nothing of the request. (Nobody here cancels and still listens.)"""
+
+
+class PrefillReplied(msgspec.Struct, frozen=True):
+    """The Prefill call of an attempt was answered."""
+
+    attempt: int
+    reply: PrefillReply
+
+
+class PrefillFailed(msgspec.Struct, frozen=True):
+    """The Prefill call of an attempt failed."""
+
+    attempt: int
+    error: PacelineError
+
+
+class DecodeFailed(msgspec.Struct, frozen=True):
+    """The stream of the decode worker failed."""
+
+    error: PacelineError
+
+
+class RetargetFailed(msgspec.Struct, frozen=True):
+    """The decode worker would not re-target."""
+
+    error: PacelineError
+
+
+Event = DecodeEvent | PrefillReplied | PrefillFailed | DecodeFailed | RetargetOutcome | RetargetFailed
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """What is known of a request's way so far, for its finish. Times are on the loop's clock, in seconds."""
+
+    reserved_at: float | None = None
+    prefill_s: float | None = None
+    cached_tokens: int = 0
+    prefill_worker: WorkerKey | None = None
+    decode_worker: WorkerKey | None = None
+    attempts: int = 1
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The request is over. `decode` is the decode worker's last word, None where that was not waited for."""
+
+    reason: FinishReason
+    decode: DecodeFinished | None = None
+
+
+class Again(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing reached the client yet, and another place may do. `refused`: it was full; else it was lost."""
+
+    error: PacelineError
+    refused: bool
+
+
+class Leg:
+    """One try. `deliver(index, ids)` passes tokens on and returns True where a stop string ends the answer."""
+
+    def __init__(
+        self,
+        job: Job,
+        ask: Ask,
+        placed: Placed,
+        *,
+        fleet: Fleet,
+        record: Record,
+        deliver: Callable[[int, Sequence[int]], bool],
+        delivered: Callable[[], bool],
+    ) -> None:
+        self._job = job
+        self._ask = ask
+        self._fleet = fleet
+        self._record = record
+        self._deliver = deliver
+        self._delivered = delivered
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._decode = placed.decode
+        self._stream: DecodeStream | None = None
+        self._attempt = 1
+        self._reserved = False
+        self._settled = False  # the decode worker's last report shows the request's end
+        self._owed: PacelineError | None = None  # a prefill failure that waits for `reserved`
+        self._prefill: Claim | None = placed.prefill  # whose call is, or is about to be, in flight
+        self._prefill_call: PrefillCall | None = None
+        self._prefill_task: asyncio.Task[None] | None = None
+        self._failed: set[WorkerKey] = set()
+
+    async def run(self) -> Ended | Again:
+        """Goes the leg. Raises the PacelineError that the client is to see."""
+        try:
+            self._record.decode_worker = self._decode.key
+            self._start(self._read_decode(local=self._prefill is None))
+            if self._prefill is not None:
+                self._start_prefill()
+            while True:
+                end = self._handle(await self._inbox.get())
+                if end is not None:
+                    return end
+        finally:
+            await self._stop()
+
+    async def abort_decode(self) -> None:
+        """Tells the decode worker that the answer is complete. Best effort: the stream's cancellation says it too."""
+        try:
+            await self._fleet.client(self._decode).abort_decode(self._job.reservation_id)
+        except PacelineError as error:
+            _log.debug("abort not delivered", worker=str(self._decode.key), reason=error.reason)
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> Ended | Again | None:
+        match event:
+            case NewTokens():
+                return self._on_tokens(event.index, event.ids)
+            case Reserved():
+                self._on_reserved(event)
+            case Retargeted():
+                self._on_retargeted(event)
+            case DecodeFinished():
+                self._settled = event.load is not None
+                self._fleet.report(self._decode.key, event.load)
+                return Ended(reason=event.reason, decode=event)
+            case DecodeFailed():
+                return self._on_decode_failed(event.error)
+            case PrefillReplied():
+                return self._on_prefill_replied(event)
+            case PrefillFailed():
+                return self._on_prefill_failed(event)
+            case RetargetOutcome():
+                self._on_retarget_outcome(event)
+            case RetargetFailed():
+                return self._on_retarget_failed(event.error)
+        return None
+
+    def _on_tokens(self, index: int, ids: Sequence[int]) -> Ended | None:
+        if not self._deliver(index, ids):
+            return None
+        self._fleet.spawn(self.abort_decode())
+        return Ended(reason=FinishReason.STOP)
+
+    def _on_reserved(self, event: Reserved) -> None:
+        self._reserved = True
+        self._decode.seen = True
+        self._record.reserved_at = self._fleet.now
+        self._fleet.report(self._decode.key, event.load)
+        if self._owed is not None:
+            error, self._owed = self._owed, None
+            self._ask_retarget(error)
+
+    def _on_retargeted(self, event: Retargeted) -> None:
+        if event.attempt is None:
+            _log.warning("decode worker computes the prompt itself", worker=str(self._decode.key))
+            self._go_local("decode_gave_up")
+        elif event.attempt > self._attempt:
+            _log.warning("decode worker gave an attempt up", worker=str(self._decode.key), attempt=self._attempt)
+            self._next_attempt(event.attempt)
+
+    def _on_decode_failed(self, error: PacelineError) -> Again:
+        if isinstance(error, (Overloaded, *LOST)):
+            self._fleet.failed(self._decode.key, error)
+            if not self._delivered():
+                return Again(error=error, refused=isinstance(error, Overloaded))
+        if isinstance(error, RequestCancelled):
+            raise WorkerLost(f"decode worker {self._decode.key} cancelled the request: {error.message}") from error
+        if isinstance(error, LOST) and not isinstance(error, WorkerLost):
+            raise WorkerLost(f"decode worker {self._decode.key} is lost: {error.message}") from error
+        raise error
+
+    def _on_prefill_replied(self, event: PrefillReplied) -> Ended | None:
+        if event.attempt != self._attempt or self._prefill is None:
+            return None  # of an attempt that was given up meanwhile
+        reply = event.reply
+        self._record.prefill_s = reply.duration_s
+        self._record.cached_tokens = reply.cached_tokens
+        self._record.prefill_worker = self._prefill.key
+        self._fleet.report(self._prefill.key, reply.load)
+        self._end_prefill()
+        stopped = self._on_tokens(0, reply.tokens)
+        if stopped is None and reply.finish is not None:
+            self._record.decode_worker = None
+            return Ended(reason=reply.finish)
+        return stopped
+
+    def _on_prefill_failed(self, event: PrefillFailed) -> Again | None:
+        if event.attempt != self._attempt or self._prefill is None:
+            return None
+        worker, error = self._prefill.key, event.error
+        _log.warning("prefill failed", worker=str(worker), attempt=event.attempt, reason=error.reason)
+        self._end_prefill()
+        if isinstance(error, (InvalidRequest, DeadlineExceeded)):
+            raise error
+        if isinstance(error, (Overloaded, *LOST)) and not isinstance(error, RequestCancelled):
+            self._fleet.failed(worker, error)
+        self._failed.add(worker)
+        if isinstance(error, Overloaded) and self._attempt == 1 and not self._delivered():
+            return Again(error=error, refused=True)
+        if self._reserved:
+            self._ask_retarget(error)
+        else:
+            self._owed = error
+        return None
+
+    def _on_retarget_outcome(self, outcome: RetargetOutcome) -> None:
+        self._fleet.report(self._decode.key, outcome.load)
+        if outcome.attempt is not None and outcome.attempt > self._attempt:
+            self._next_attempt(outcome.attempt)
+        elif outcome.local:
+            self._go_local("prefill_failed")
+
+    def _on_retarget_failed(self, error: PacelineError) -> Again | None:
+        if isinstance(error, (WrongAttempt, UnknownReservation, AlreadyLanded)):
+            return None  # it moved on by itself, and its stream says how
+        return self._on_decode_failed(error)
+
+    # ---- acts --------------------------------------------------------------------------------------------------------
+
+    def _next_attempt(self, attempt: int) -> None:
+        """Hands the next attempt to another prefill worker; to the same one where it did not fail; else to D itself."""
+        if self._prefill is not None:  # silent, or its write failed: any other one is better
+            self._failed.add(self._prefill.key)
+            self._end_prefill()
+        self._attempt = attempt
+        self._record.attempts = attempt
+        claim = self._fleet.claim_prefill(self._ask, self._decode.worker.info, exclude=self._failed)
+        claim = claim or self._fleet.claim_prefill(self._ask, self._decode.worker.info, exclude=())
+        if claim is None:
+            self._retarget(local=True)
+        else:
+            self._fleet.count_fallback("another_prefill_worker")
+            self._prefill = claim
+            self._start_prefill()
+
+    def _go_local(self, reason: str) -> None:
+        self._end_prefill()
+        self._record.prefill_worker = None
+        self._fleet.count_fallback(reason)
+
+    def _ask_retarget(self, error: PacelineError) -> None:
+        """Asks the decode worker to give the attempt up: for another prefill worker once, then for itself."""
+        free = self._attempt == 1 and self._fleet.has_prefill(self._ask, self._decode.worker.info, exclude=self._failed)
+        if not free and self._fleet.policy.local_prefill is LocalPrefill.NEVER:
+            raise error
+        self._retarget(local=not free)
+
+    def _retarget(self, *, local: bool) -> None:
+        self._start(self._call_retarget(self._attempt, local=local))
+
+    def _start_prefill(self) -> None:
+        assert self._prefill is not None, "a prefill worker is claimed before it is called"
+        self._prefill_task = self._start(self._call_prefill(self._prefill, self._attempt))
+
+    def _end_prefill(self) -> None:
+        """Gives the prefill worker's claim back, and cancels its call where that has not ended."""
+        if self._prefill_call is not None:
+            self._prefill_call.cancel()
+        if self._prefill_task is not None:
+            self._prefill_task.cancel()
+        if self._prefill is not None:
+            self._fleet.release(self._prefill)
+        self._prefill = self._prefill_call = self._prefill_task = None
+
+    async def _stop(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+        self._end_prefill()
+        for task in self._tasks:
+            task.cancel()
+        # Before the wait, which a second cancellation may cut short.
+        self._fleet.release(self._decode, reported=self._settled)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- the calls, each a task that ends in the inbox ---------------------------------------------------------------
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(call)
+        self._tasks.add(task)
+        return task
+
+    async def _read_decode(self, *, local: bool) -> None:
+        try:
+            self._stream = self._fleet.client(self._decode).generate(self._job, local=local)
+            async for event in self._stream.events():
+                self._inbox.put_nowait(event)
+        except PacelineError as error:
+            self._inbox.put_nowait(DecodeFailed(error))
+
+    async def _call_prefill(self, claim: Claim, attempt: int) -> None:
+        try:
+            call = self._fleet.client(claim).prefill(self._job, attempt=attempt, decode=self._decode.worker.info)
+            self._prefill_call = call
+            self._inbox.put_nowait(PrefillReplied(attempt, await call.reply()))
+        except PacelineError as error:
+            self._inbox.put_nowait(PrefillFailed(attempt, error))
+
+    async def _call_retarget(self, attempt: int, *, local: bool) -> None:
+        try:
+            client = self._fleet.client(self._decode)
+            self._inbox.put_nowait(await client.retarget(self._job.reservation_id, attempt=attempt, local=local))
+        except PacelineError as error:
+            self._inbox.put_nowait(RetargetFailed(error))

@@ -1,0 +1,94 @@
+"""What waits to be written to one client. A client that reads too slowly is found here, not by memory running out.
+
+gRPC itself takes many thousands of small messages before a write blocks; what is blocked is bounded here, in tokens and
+in time. Pieces that pile up are joined into one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from paceline.errors import Overloaded
+from paceline.services.router.answer import Piece
+
+WRITE_TIMEOUT_S: Final = 30.0
+"""Longest time that a single write may take."""
+
+
+class Outbox:
+    """Pieces on their way to one client, in order.
+
+    `write` writes one piece and returns when gRPC has taken it. `max_tokens` may wait at most; past it `put` raises
+    Overloaded. A write that takes longer than `write_timeout_s` calls `on_stuck` once, with the error.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Piece], Awaitable[None]],
+        *,
+        max_tokens: int,
+        on_stuck: Callable[[Overloaded], None],
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        self._write = write
+        self._max_tokens = max_tokens
+        self._on_stuck = on_stuck
+        self._write_timeout_s = write_timeout_s
+        self._pieces: list[Piece] = []
+        self._tokens = 0
+        self._filled = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def put(self, piece: Piece) -> None:
+        """Queues a piece. Never blocks. Raises Overloaded where the client is too far behind."""
+        self._pieces.append(piece)
+        self._tokens += len(piece.token_ids)
+        if self._tokens > self._max_tokens:
+            raise Overloaded(
+                f"the client reads too slowly: {self._tokens} tokens wait to be written, over the limit of "
+                f"{self._max_tokens}",
+                retry_after_s=1.0,
+            )
+        self._empty.clear()
+        self._filled.set()
+
+    async def flush(self) -> None:
+        """Returns when everything is written."""
+        await self._empty.wait()
+
+    async def run(self) -> None:
+        """Writes until cancelled, or stuck."""
+        while True:
+            await self._filled.wait()
+            while self._pieces:
+                piece = joined(self._pieces)
+                self._pieces.clear()
+                try:
+                    async with asyncio.timeout(self._write_timeout_s):
+                        await self._write(piece)
+                except TimeoutError:
+                    self._on_stuck(
+                        Overloaded(
+                            f"the client reads too slowly: a write took over {self._write_timeout_s} s",
+                            retry_after_s=1.0,
+                        )
+                    )
+                    return
+                self._tokens -= len(piece.token_ids)
+            self._filled.clear()
+            self._empty.set()
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Consecutive pieces as one. At least one is needed."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        index=pieces[0].index,
+        summary=pieces[-1].summary,
+    )

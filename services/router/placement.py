@@ -1,0 +1,140 @@
+"""Where a request goes: a pure function of what it asks for and what the workers look like.
+
+A decode worker needs room for the whole request, prompt and answer. A prefill worker is paired only with a decode
+worker of the same fingerprint. The prompt is computed on the decode worker itself where that is the policy, where the
+prompt is short, or where no matching prefill worker is alive; where such are alive and merely busy, the request waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from paceline.types import Limits, Role, WorkerKey, blocks_for
+
+
+class LocalPrefill(enum.Enum):
+    """Whether decode workers compute prompts."""
+
+    AUTO = "auto"  # where no prefill worker can, or the prompt is short
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class LocalReason(enum.Enum):
+    """Why a prompt is computed on the decode worker."""
+
+    POLICY = "policy"
+    SHORT_PROMPT = "short_prompt"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The router's settings that bear on placement."""
+
+    local_prefill: LocalPrefill = LocalPrefill.AUTO
+    local_prefill_below: int = 0  # prompts of fewer tokens stay on the decode worker
+    prefill_slots: int = 8  # requests in one prefill worker's hands at most
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request needs, in tokens."""
+
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks on the decode worker to the request's end. The last sampled token's KV is never stored."""
+        return blocks_for(self.prompt_tokens + self.max_tokens - 1)
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, as placement sees it. What the router handed out since the last report is included."""
+
+    key: WorkerKey
+    role: Role
+    fingerprint: bytes
+    limits: Limits
+    alive: bool = True  # neither draining nor suspect
+    rests: bool = False  # alive, and refused a moment ago
+    requests: int = 0
+    pending_tokens: int = 0  # prompt tokens accepted and not computed
+    headroom_blocks: int = 0
+    claims: int = 0  # requests of this router in its hands
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes. Without `prefill` the decode worker computes the prompt, for `local_reason`."""
+
+    decode: WorkerKey
+    prefill: WorkerKey | None = None
+    local_reason: LocalReason | None = None
+
+
+class Placement(Protocol):
+    """Decides where requests go. Pure and quick: it runs on the event loop for each request."""
+
+    def __call__(self, ask: Ask, workers: Sequence[WorkerView], policy: Policy) -> Choice | None:
+        """A choice, or None where the request has to wait."""
+
+
+def least_loaded(ask: Ask, workers: Sequence[WorkerView], policy: Policy) -> Choice | None:
+    """The free prefill worker with the fewest pending prompt tokens, with its emptiest decode worker."""
+    decodes = sorted(
+        (worker for worker in workers if _takes(worker, Role.DECODE) and worker.headroom_blocks >= ask.blocks),
+        key=lambda worker: (-worker.headroom_blocks, worker.requests, worker.key),
+    )
+    if not decodes:
+        return None
+    if policy.local_prefill is LocalPrefill.ALWAYS:
+        return Choice(decode=decodes[0].key, local_reason=LocalReason.POLICY)
+    if policy.local_prefill is LocalPrefill.AUTO and ask.prompt_tokens < policy.local_prefill_below:
+        return Choice(decode=decodes[0].key, local_reason=LocalReason.SHORT_PROMPT)
+    matching = {worker.fingerprint for worker in decodes}
+    able = [worker for worker in workers if _able(worker, ask) and worker.fingerprint in matching]
+    best = _idlest(able, policy)
+    if best is not None:
+        decode = next(worker for worker in decodes if worker.fingerprint == best.fingerprint)
+        return Choice(decode=decode.key, prefill=best.key)
+    served = {worker.fingerprint for worker in able}
+    orphans = [worker for worker in decodes if worker.fingerprint not in served]
+    if orphans and policy.local_prefill is LocalPrefill.AUTO:
+        return Choice(decode=orphans[0].key, local_reason=LocalReason.NO_PREFILL_WORKER)
+    return None
+
+
+def another_prefill(
+    ask: Ask, workers: Sequence[WorkerView], policy: Policy, *, fingerprint: bytes, exclude: Iterable[WorkerKey]
+) -> WorkerKey | None:
+    """The prefill worker to take a prompt over for a decode worker of `fingerprint`, or None where none is free."""
+    excluded = frozenset(exclude)
+    able = [
+        worker
+        for worker in workers
+        if _able(worker, ask) and worker.fingerprint == fingerprint and worker.key not in excluded
+    ]
+    best = _idlest(able, policy)
+    return None if best is None else best.key
+
+
+def _takes(worker: WorkerView, role: Role) -> bool:
+    return worker.role is role and worker.alive and not worker.rests
+
+
+def _able(worker: WorkerView, ask: Ask) -> bool:
+    """Alive, and large enough for the prompt; it may be busy."""
+    return (
+        worker.role is Role.PREFILL
+        and worker.alive
+        and blocks_for(ask.prompt_tokens) <= worker.limits.pool_blocks
+        and ask.prompt_tokens <= worker.limits.context_tokens
+    )
+
+
+def _idlest(able: Sequence[WorkerView], policy: Policy) -> WorkerView | None:
+    free = (worker for worker in able if not worker.rests and worker.claims < policy.prefill_slots)
+    return min(free, key=lambda worker: (worker.pending_tokens, worker.claims, worker.key), default=None)
