@@ -107,16 +107,18 @@ class ClaimWriteRequest(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., writer: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., writer_address: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class ClaimWriteResponse(_message.Message):
-    __slots__ = ("blocks", "held_tokens", "agent", "load")
+    __slots__ = ("blocks", "held_tokens", "agent", "load", "fingerprint")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedScalarFieldContainer[int]
     held_tokens: int
     agent: bytes
     load: _common_pb2.Load
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., held_tokens: _Optional[int] = ..., agent: _Optional[bytes] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
+    fingerprint: _common_pb2.Fingerprint
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., held_tokens: _Optional[int] = ..., agent: _Optional[bytes] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class RetargetRequest(_message.Message):
     __slots__ = ("reservation_id", "attempt", "to")

@@ -1,0 +1,396 @@
+"""The decode engine process: reservations joined to the engine and to the transfers that land in its pool.
+
+The life of a request here: `Reserve` leases blocks for the prompt, and promises the growth, or refuses; a prefill
+worker claims the blocks and fills them; when all parts have landed the engine takes the request in its next step, as
+one whose prompt is computed already. `reservations` decides what happens when; this file carries it out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.config import DecodeConfig
+from paceline.engine.block_pool import BlockLease
+from paceline.engine.request import Progress, StepOutput
+from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError
+from paceline.kvtransfer.agent import AgentEvents
+from paceline.kvtransfer.transfer import PartNotification
+from paceline.log import get_logger
+from paceline.services.decode.messages import (
+    COMMANDS,
+    CallRefused,
+    ClaimWrite,
+    DecodeCommand,
+    DecodeEvent,
+    DecodeReport,
+    EndRequest,
+    GiveUpAttempt,
+    MustRestart,
+    NewTokens,
+    Over,
+    QuarantineAlarm,
+    Redirected,
+    Reserve,
+    Reserved,
+    StopWriter,
+    WriteGranted,
+    WriterReborn,
+    WriterStopped,
+)
+from paceline.services.decode.reservation_actions import (
+    AbortWriter,
+    Action,
+    Alarm,
+    DrainAndRestart,
+    End,
+    Grant,
+    Land,
+    NewTarget,
+    Refuse,
+    StartLocalPrefill,
+)
+from paceline.services.decode.reservation_events import (
+    Cancel,
+    Claim,
+    EndCause,
+    Event,
+    Finished,
+    NonFinite,
+    Part,
+    PromptComputed,
+    Retarget,
+    StepTaken,
+    Target,
+    WriterReplaced,
+    WriterTerminal,
+)
+from paceline.services.decode.reservation_states import State
+from paceline.services.decode.reservations import Reservations
+from paceline.services.worker.host import Host
+from paceline.services.worker.link import EngineLink
+from paceline.services.worker.loop import EngineLoop, main
+from paceline.services.worker.messages import Activity, Failure, Ping
+from paceline.types import (
+    FinishReason,
+    RequestId,
+    ReservationId,
+    SamplingParams,
+    WorkerLoad,
+    blocks_for,
+    check_prompt,
+)
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of a live request beside its reservation's state."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    told: int = 0  # output tokens that the front has
+    prompt_tokens_computed: int = 0
+    attempts: int = 1
+    blocks_landed: int = 0
+    parts_landed: int = 0
+    first_part_at: float | None = None
+    landed_at: float | None = None
+    finish: FinishReason | None = None
+    error: PacelineError | None = None
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens whose KV is stored at the end; the last one's never is."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+
+class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
+    """Feeds events to the reservations, and carries out their actions."""
+
+    def __init__(self, host: Host, link: EngineLink[DecodeCommand | Ping], config: DecodeConfig) -> None:
+        super().__init__(host, link)
+        self._capacity = config.max_running + config.max_waiting
+        self._may_prefill = config.local_prefill != "never"
+        self._fingerprint = host.ready.fingerprint
+        self._block_bytes = host.engine.runner.block_bytes
+        self._requests: dict[ReservationId, _Request] = {}
+        self._reservations: Reservations[BlockLease] = Reservations(
+            pool_blocks=host.engine.pool.total,
+            allocate=self._lease,
+        )
+        self._ignored: Counter[str] = Counter()
+
+    @property
+    def awaiting(self) -> bool:
+        """True while a claim or a part is awaited."""
+        return self._reservations.outstanding
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The engine's, with what is reserved and what is in quarantine."""
+        load = self.engine.load
+        reserved = self._reservations.count(State.RESERVED, State.FILLING)
+        return msgspec.structs.replace(
+            load, waiting=load.waiting + reserved, quarantined_blocks=self._reservations.quarantined_blocks
+        )
+
+    def report(self, activity: Activity, events: tuple[DecodeEvent, ...]) -> DecodeReport:
+        """This round's message."""
+        ignored = Counter({cause.value: number for cause, number in self._reservations.ignored.items()})
+        new, self._ignored = ignored - self._ignored, ignored
+        states = {state.value: self._reservations.count(state) for state in State if state is not State.ENDED}
+        return DecodeReport(load=self.load, activity=activity, reservations=states, ignored=dict(new), events=events)
+
+    # Commands
+
+    def handle(self, command: DecodeCommand) -> None:
+        """Carries out a command of the front."""
+        match command:
+            case Reserve():
+                self._reserve(command)
+            case ClaimWrite():
+                self._claim(command)
+            case GiveUpAttempt():
+                target = Target.LOCAL if command.local else Target.REMOTE
+                self._feed(Retarget(command.reservation_id, command.attempt, target), call_id=command.call_id)
+            case EndRequest():
+                cause = EndCause.STREAM_LOST if command.stream_lost else EndCause.CANCELLED
+                self._feed(Cancel(command.reservation_id, cause))
+            case WriterStopped():
+                # What it sent may lie in buffers still: the blocks are free when the transport has drained them.
+                self.agent.drain(WriterTerminal(command.reservation_id, command.attempt, command.writer))
+            case WriterReborn():
+                self.agent.drain(WriterReplaced(command.by))
+
+    def _reserve(self, command: Reserve) -> None:
+        reservation = command.reservation_id
+        request = _Request(command.prompt, command.sampling)
+        try:
+            check_prompt(command.prompt, max_tokens=command.sampling.max_tokens, limits=self.engine.limits)
+            if len(self._requests) >= self._capacity:
+                raise Overloaded(f"{len(self._requests)} requests are in hand, the limit", retry_after_s=0.5)
+            if command.local and not self._may_prefill:
+                raise NoWorker("local_prefill is never: a prefill worker is needed for every prompt")
+            lease = self._lease_for(request)
+            if lease is None:
+                raise self._full(request)
+            try:
+                if command.local:
+                    actions = self._reservations.create_local(reservation, lease)
+                else:
+                    self._reservations.create(reservation, lease, time.monotonic())
+                    actions = []
+            except PacelineError:
+                lease.release()
+                raise
+        except PacelineError as error:
+            over = Over(reservation_id=reservation, finish=FinishReason.ERROR, failure=Failure.of(error))
+            self.events.append(over)
+            return
+        self._requests[reservation] = request
+        self.events.append(Reserved(reservation_id=reservation))
+        self._carry_out(actions)
+
+    def _claim(self, command: ClaimWrite) -> None:
+        try:
+            self._fingerprint.check(command.fingerprint)
+        except PacelineError as error:
+            self.events.append(CallRefused(call_id=command.call_id, failure=Failure.of(error)))
+            return
+        self._feed(Claim(command.reservation_id, command.attempt, command.writer), call_id=command.call_id)
+
+    def _lease(self, reservation: ReservationId) -> BlockLease | None:
+        return self._lease_for(self._requests[reservation])
+
+    def _lease_for(self, request: _Request) -> BlockLease | None:
+        return self.engine.try_reserve(request.stored_tokens, upfront_tokens=len(request.prompt))
+
+    def _full(self, request: _Request) -> Overloaded:
+        load = self.load
+        return Overloaded(
+            f"{blocks_for(request.stored_tokens)} KV blocks are needed, and {load.headroom_blocks} of "
+            f"{load.total_blocks} can be promised now",
+            retry_after_s=0.5,
+        )
+
+    # Progress
+
+    def transferred(self, events: AgentEvents) -> None:
+        """Takes in the parts that landed, and the ends of writers."""
+        for part in events.parts:
+            self._landed(part)
+        for ended in events.drained:
+            assert isinstance(ended, WriterTerminal | WriterReplaced), "only the ends of writers are drained"
+            self._feed(ended)
+
+    def stepped(self, output: StepOutput) -> None:
+        """Passes new tokens on, and ends what the engine has ended."""
+        for done in output.progress:
+            reservation = ReservationId(done.request_id)
+            request = self._requests[reservation]
+            self._advance(reservation, request, done)
+            if done.token_ids:
+                self._tell_tokens(reservation, request, list(done.token_ids))
+            if done.ended:
+                request.finish, request.error = done.finish_reason, done.error
+                self._feed(Finished(reservation) if done.error is None else NonFinite(reservation))
+
+    def expire(self, now: float) -> None:
+        """The reservations' timers."""
+        self._carry_out(self._reservations.expire(now))
+
+    def next_deadline(self) -> float | None:
+        """The reservations' next timer."""
+        return self._reservations.next_deadline()
+
+    def _landed(self, part: PartNotification) -> None:
+        request = self._requests.get(part.reservation_id)
+        if request is not None:
+            now = time.monotonic()
+            request.first_part_at = request.first_part_at or now
+            request.landed_at = now
+            if part.num_blocks:
+                request.parts_landed += 1
+                request.blocks_landed += part.num_blocks
+        self._feed(Part(part.reservation_id, part.attempt, part.writer, part.part, part.last, part.first_tokens))
+
+    def _advance(self, reservation: ReservationId, request: _Request, done: Progress) -> None:
+        record = self._reservations.get(reservation)
+        assert record is not None, "the engine runs live requests only"
+        if record.state is State.LANDED:
+            self._feed(StepTaken(reservation))
+        elif record.state is State.LOCAL:
+            request.prompt_tokens_computed = min(done.computed, len(request.prompt))
+            if done.computed >= len(request.prompt):
+                self._feed(PromptComputed(reservation))
+
+    def _tell_tokens(self, reservation: ReservationId, request: _Request, ids: list[int]) -> None:
+        self.events.append(NewTokens(reservation_id=reservation, ids=ids, index=request.told))
+        request.told += len(ids)
+
+    # Actions
+
+    def _feed(self, event: Event, *, call_id: int | None = None) -> None:
+        self._carry_out(self._reservations.handle(event, time.monotonic()), call_id)
+
+    def _carry_out(self, actions: list[Action[BlockLease]], call_id: int | None = None) -> None:
+        for action in actions:
+            match action:
+                case Grant():
+                    assert call_id is not None, "a grant answers a claim"
+                    self._grant(action, call_id)
+                case Refuse(error=error):
+                    assert call_id is not None, "a refusal answers a call"
+                    self.events.append(CallRefused(call_id=call_id, failure=Failure.of(error)))
+                case NewTarget():
+                    self._redirect(action, call_id)
+                case Land():
+                    self._land(action)
+                case StartLocalPrefill():
+                    self._prefill_here(action)
+                case AbortWriter():
+                    self.events.append(
+                        StopWriter(reservation_id=action.reservation, attempt=action.attempt, writer=action.writer)
+                    )
+                case End():
+                    self._end(action)
+                case Alarm():
+                    self.events.append(
+                        QuarantineAlarm(
+                            reservation_id=action.reservation,
+                            attempt=action.attempt,
+                            writer=action.writer,
+                            num_blocks=action.num_blocks,
+                            age_s=action.age_s,
+                        )
+                    )
+                case DrainAndRestart():
+                    self.events.append(
+                        MustRestart(quarantined_blocks=action.quarantined_blocks, pool_blocks=action.pool_blocks)
+                    )
+
+    def _grant(self, grant: Grant[BlockLease], call_id: int) -> None:
+        prompt_blocks = blocks_for(len(self._requests[grant.reservation].prompt))
+        self.events.append(
+            WriteGranted(
+                call_id=call_id,
+                blocks=grant.blocks.blocks[:prompt_blocks],
+                held_tokens=0,
+                agent=self.agent.metadata(),
+            )
+        )
+
+    def _redirect(self, new: NewTarget, call_id: int | None) -> None:
+        request = self._requests[new.reservation]
+        request.attempts = max(request.attempts, new.attempt)
+        self.events.append(
+            Redirected(
+                reservation_id=new.reservation,
+                call_id=call_id,
+                attempt=new.attempt if new.target is Target.REMOTE else None,
+                cause=new.cause.value,
+            )
+        )
+
+    def _land(self, land: Land[BlockLease]) -> None:
+        request = self._requests[land.reservation]
+        first_tokens = list(land.first_tokens)
+        try:
+            self.engine.add(
+                RequestId(land.reservation),
+                request.prompt,
+                request.sampling,
+                lease=land.blocks,
+                computed=len(request.prompt),
+                output=first_tokens,
+            )
+        except EngineError as error:
+            # The prefill worker sent what cannot be: no first token, or one that ends the request.
+            self._reject(land.reservation, land.blocks, error)
+            return
+        self._tell_tokens(land.reservation, request, first_tokens)
+
+    def _prefill_here(self, start: StartLocalPrefill[BlockLease]) -> None:
+        if not self._may_prefill:
+            error = NoWorker("no prefill worker computed the prompt, and local_prefill is never")
+            self._reject(start.reservation, start.blocks, error)
+            return
+        request = self._requests[start.reservation]
+        self.engine.add(RequestId(start.reservation), request.prompt, request.sampling, lease=start.blocks)
+
+    def _reject(self, reservation: ReservationId, blocks: BlockLease, error: PacelineError) -> None:
+        blocks.release()
+        self._requests[reservation].error = error
+        self._feed(Cancel(reservation))
+
+    def _end(self, end: End) -> None:
+        request = self._requests.pop(end.reservation)
+        if end.engine_holds and request.finish is None and request.error is None:
+            self.engine.abort(RequestId(end.reservation))
+        error = request.error or end.error
+        seconds = 0.0
+        if request.first_part_at is not None and request.landed_at is not None:
+            seconds = request.landed_at - request.first_part_at
+        self.events.append(
+            Over(
+                reservation_id=end.reservation,
+                finish=request.finish or FinishReason.CANCELLED,
+                failure=None if error is None else Failure.of(error),
+                completion_tokens=request.told,
+                prompt_tokens_computed=request.prompt_tokens_computed,
+                attempts=request.attempts,
+                blocks_landed=request.blocks_landed,
+                bytes_landed=request.blocks_landed * self._block_bytes,
+                parts_landed=request.parts_landed,
+                landing_seconds=seconds,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main("decode-engine", DecodeConfig, COMMANDS, DecodeLoop)

@@ -1,0 +1,127 @@
+"""One attempt to hand one prompt's KV over: blocks that the engine has finished become writes into the target's pool.
+
+Nothing is posted before the claim is granted, and nothing after the attempt is cut. Source blocks stay the engine's,
+held, until every handle is terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from paceline.engine.block_pool import BlockLease
+from paceline.kvtransfer.outgoing import Outgoing, OutgoingState
+from paceline.services.prefill.messages import Attempt
+from paceline.types import BLOCK_TOKENS, RequestId, blocks_for
+
+KEEP_ALIVE_S: Final = 2.5
+"""Longest silence of a live writer. The target gives a writer up after four times as long, so that it tells a stopped
+writer from one whose prompt waits its turn."""
+
+
+class Handoff:
+    """The state of an attempt::
+
+    0 <= posted <= finished <= len(lease.blocks)        in blocks of the prompt
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        num_prompt: int,
+        lease: BlockLease,
+        *,
+        release: Callable[[], None],
+        in_engine: bool = True,
+    ) -> None:
+        self.attempt = attempt
+        self.num_prompt = num_prompt
+        self.request_id = RequestId(str(attempt))
+        self.release = release
+        """Gives the source blocks back; to be called once, when `terminal`."""
+        self.in_engine = in_engine
+        """The engine still computes it."""
+        self.outgoing: Outgoing | None = None
+        self.parts_before_last_chunk = 0
+        self._lease = lease
+        self._target_blocks: Sequence[int] = ()
+        self._held_blocks = 0  # of the prompt's beginning, which the target has already
+        self._finished = 0
+        self._posted = 0
+        self._first_tokens: tuple[int, ...] | None = None
+        self._cut = False
+        self._spoke_at = 0.0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks to hand over in all."""
+        return blocks_for(self.num_prompt) - self._held_blocks
+
+    @property
+    def terminal(self) -> bool:
+        """True when the engine is done with it, and no write is under way or will be."""
+        if self.in_engine:
+            return False
+        return self._cut if self.outgoing is None else self.outgoing.terminal
+
+    @property
+    def failed(self) -> bool:
+        """True where the transport gave a write up, and not we."""
+        return not self._cut and self.outgoing is not None and self.outgoing.state is OutgoingState.FAILED
+
+    @property
+    def keep_alive_at(self) -> float | None:
+        """When the target must hear of us again, in monotonic seconds; None where it awaits nothing."""
+        waiting = self.outgoing is not None and self._first_tokens is None and not self._cut
+        return self._spoke_at + KEEP_ALIVE_S if waiting else None
+
+    def grant(self, outgoing: Outgoing, target_blocks: Sequence[int], held_tokens: int, now: float) -> None:
+        """The claim succeeded: posts what is finished by now."""
+        self.outgoing = outgoing
+        self._target_blocks = target_blocks
+        self._held_blocks = held_tokens // BLOCK_TOKENS
+        self._posted = self._held_blocks
+        self._spoke_at = now
+        self._post(now)
+
+    def computed(self, num_tokens: int, now: float) -> None:
+        """The KV of so many prompt tokens is stored: their full blocks can go."""
+        self._finished = min(num_tokens, self.num_prompt) // BLOCK_TOKENS
+        self._post(now)
+
+    def sampled(self, first_tokens: Sequence[int], now: float) -> None:
+        """The prompt is whole and its first tokens are known: the rest goes, with them."""
+        self._finished = blocks_for(self.num_prompt)
+        self._first_tokens = tuple(first_tokens)
+        self._post(now)
+
+    def chunk_begins(self) -> None:
+        """A step is about to compute more of it: what had arrived before the last one is what overlap hides."""
+        if self.outgoing is not None and self.in_engine:
+            self.parts_before_last_chunk = self.outgoing.stats.parts
+
+    def keep_alive(self, now: float) -> None:
+        """An empty part, which says that the writer lives."""
+        if self.outgoing is not None and self._first_tokens is None:
+            self.outgoing.write_part((), ())
+            self._spoke_at = now
+
+    def cut(self, reason: str) -> None:
+        """Posts nothing more."""
+        self._cut = True
+        if self.outgoing is not None:
+            self.outgoing.abort(reason)
+
+    def _post(self, now: float) -> None:
+        if self.outgoing is None or self._cut:
+            return
+        end = self._finished
+        # Blocks that the target holds are passed over; the prompt's last block is never among them.
+        source = self._lease.blocks[self._posted : end]
+        target = self._target_blocks[self._posted - self._held_blocks : max(end - self._held_blocks, 0)]
+        if self._first_tokens is not None:
+            self.outgoing.finish(source, target, self._first_tokens)
+        elif source:
+            self.outgoing.write_part(source, target)
+        self._posted = max(self._posted, end)
+        self._spoke_at = now

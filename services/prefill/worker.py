@@ -1,0 +1,245 @@
+"""The prefill engine process: a policy over the engine that stops each request after its first token.
+
+The life of a prompt here: `StartPrefill` leases its blocks or refuses; `WriteTo` opens the way to the target's pool;
+after each step the blocks it finished are posted, while the next chunk computes; the last part carries the first token.
+The front hears of the first token before the last part is posted: it never waits for a transfer.
+"""
+
+from __future__ import annotations
+
+import time
+
+from paceline.config import PrefillConfig
+from paceline.engine.request import Progress, StepOutput
+from paceline.errors import InvalidRequest, Overloaded, PacelineError, TransferFailed
+from paceline.kvtransfer.agent import AgentEvents
+from paceline.log import get_logger
+from paceline.services.prefill.handoff import Handoff
+from paceline.services.prefill.messages import (
+    COMMANDS,
+    AbortAttempt,
+    Attempt,
+    Measured,
+    MeasureTo,
+    PrefillCommand,
+    Prefilled,
+    PrefillEvent,
+    PrefillFailed,
+    PrefillReport,
+    StartPrefill,
+    Stopped,
+    WriteTo,
+)
+from paceline.services.worker.host import Host
+from paceline.services.worker.link import EngineLink
+from paceline.services.worker.loop import EngineLoop, main
+from paceline.services.worker.messages import IDLE, Activity, Failure, Ping
+from paceline.types import BLOCK_TOKENS, RequestId, WorkerKey, WorkerLoad, check_prompt
+
+_log = get_logger(__name__)
+
+
+class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
+    """Hand-offs by attempt, from acceptance until their last handle is terminal."""
+
+    def __init__(self, host: Host, link: EngineLink[PrefillCommand | Ping], config: PrefillConfig) -> None:
+        super().__init__(host, link)
+        self._capacity = config.max_running + config.max_waiting
+        self._block_bytes = host.engine.runner.block_bytes
+        self._handoffs: dict[Attempt, Handoff] = {}
+        self._by_request: dict[RequestId, Handoff] = {}
+        self._stopping: dict[Attempt, list[int]] = {}  # the abort calls that wait for an attempt's end
+        self._pending_stops: dict[int, int] = {}  # of an abort call: attempts that it still waits for
+
+    @property
+    def awaiting(self) -> bool:
+        """Nobody writes to a prefill worker."""
+        return False
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The engine's."""
+        return self.engine.load
+
+    def report(self, activity: Activity, events: tuple[PrefillEvent, ...]) -> PrefillReport:
+        """This round's message."""
+        return PrefillReport(load=self.load, activity=activity, events=events)
+
+    # Commands
+
+    def handle(self, command: PrefillCommand) -> None:
+        """Carries out a command of the front."""
+        match command:
+            case StartPrefill():
+                try:
+                    self._start(command)
+                except PacelineError as error:
+                    self._fail(command.attempt, error)
+            case WriteTo():
+                self._write_to(command)
+            case AbortAttempt():
+                self._abort(command)
+            case MeasureTo():
+                self._measure(command)
+
+    def _start(self, command: StartPrefill) -> None:
+        attempt = command.attempt
+        check_prompt(command.prompt, max_tokens=1, limits=self.engine.limits)
+        if attempt in self._handoffs:
+            raise InvalidRequest("reservation_id", f"attempt {attempt} is in work already")
+        if len(self._handoffs) >= self._capacity:
+            raise Overloaded(f"{len(self._handoffs)} prompts are in hand, the limit", retry_after_s=0.5)
+        lease = self.engine.try_reserve(len(command.prompt))
+        if lease is None:
+            raise Overloaded(
+                f"the prompt's {len(command.prompt)} tokens do not fit the pool now: "
+                f"{self.load.headroom_blocks} of {self.load.total_blocks} blocks are left",
+                retry_after_s=0.5,
+            )
+        handoff = Handoff(attempt, len(command.prompt), lease, release=lambda: self.engine.release(handoff.request_id))
+        self.engine.add(handoff.request_id, command.prompt, command.sampling, lease=lease, hold=True, stop_after=1)
+        self._handoffs[attempt] = self._by_request[handoff.request_id] = handoff
+
+    def _write_to(self, command: WriteTo) -> None:
+        handoff = self._handoffs.get(command.attempt)
+        if handoff is None or handoff.outgoing is not None:
+            return  # aborted while its claim was under way, or granted twice
+        try:
+            self.agent.connect_peer(command.target, command.agent, command.fingerprint)
+            outgoing = self.agent.outgoing(command.target, command.attempt.reservation_id, command.attempt.number)
+        except PacelineError as error:
+            self._give_up(handoff, error)
+            return
+        handoff.grant(outgoing, command.blocks, command.held_tokens, time.monotonic())
+
+    def _abort(self, command: AbortAttempt) -> None:
+        wanted = command.attempt
+        found = [
+            handoff
+            for attempt, handoff in self._handoffs.items()
+            if attempt.reservation_id == wanted.reservation_id and wanted.number in (0, attempt.number)
+        ]
+        if not found:
+            self.events.append(Stopped(call_id=command.call_id, found=False))
+            return
+        self._pending_stops[command.call_id] = len(found)
+        for handoff in found:
+            self._stopping.setdefault(handoff.attempt, []).append(command.call_id)
+            self._cut(handoff, "aborted")
+
+    def _measure(self, command: MeasureTo) -> None:
+        """Writes to granted blocks, some times over. It blocks the loop, for milliseconds, once a pair."""
+        attempt, failure, speed = command.attempt, None, 0.0
+        lease = self.engine.try_reserve(len(command.blocks) * BLOCK_TOKENS)
+        try:
+            if lease is None:
+                raise Overloaded("the pool is too full to measure from", retry_after_s=1.0)
+            handoff = Handoff(attempt, 0, lease, release=lease.release, in_engine=False)
+            self._handoffs[attempt] = handoff
+            self.agent.connect_peer(command.target, command.agent, command.fingerprint)
+            handoff.outgoing = self.agent.outgoing(command.target, attempt.reservation_id, attempt.number)
+            speed = self.agent.measure(handoff.outgoing, lease.blocks, command.blocks)
+        except PacelineError as error:
+            failure = Failure.of(error)
+        self.events.append(Measured(attempt=attempt, bytes_per_second=speed, failure=failure))
+        if attempt in self._handoffs:
+            self._cut(self._handoffs[attempt], "measured")
+
+    # Progress
+
+    def before_step(self) -> None:
+        """Notes what has arrived before each chunk."""
+        for handoff in self._handoffs.values():
+            handoff.chunk_begins()
+
+    def stepped(self, output: StepOutput) -> None:
+        """First tells the front of the first tokens, then posts the finished blocks."""
+        progressed = [(self._by_request[done.request_id], done) for done in output.progress]
+        for handoff, done in progressed:
+            handoff.in_engine = not done.ended
+            if done.ended:
+                self._tell_end(handoff, done)
+        self.tell(IDLE)
+        now = time.monotonic()
+        for handoff, done in progressed:
+            if not done.ended:
+                handoff.computed(done.computed, now)
+            elif done.error is not None or done.finish_reason is not None:
+                handoff.cut("the request ended with its first token")
+            else:
+                handoff.sampled(done.token_ids, now)
+            self._settle(handoff)
+
+    def transferred(self, events: AgentEvents) -> None:
+        """Lets go of what is terminal, and gives up what failed."""
+        for outgoing in events.settled:
+            attempt = Attempt(outgoing.reservation_id, outgoing.attempt)
+            handoff = self._handoffs.get(attempt)
+            if handoff is not None and handoff.failed:
+                self._give_up(handoff, TransferFailed(f"writing to {outgoing.target}: {outgoing.error}"))
+        for outgoing in events.terminal:
+            handoff = self._handoffs.get(Attempt(outgoing.reservation_id, outgoing.attempt))
+            if handoff is not None:
+                self._settle(handoff)
+
+    def expire(self, now: float) -> None:
+        """Keeps targets informed of writers whose prompt waits its turn."""
+        for handoff in self._handoffs.values():
+            if (due := handoff.keep_alive_at) is not None and due <= now:
+                handoff.keep_alive(now)
+
+    def next_deadline(self) -> float | None:
+        """The earliest keep-alive."""
+        return min((due for each in self._handoffs.values() if (due := each.keep_alive_at) is not None), default=None)
+
+    def _tell_end(self, handoff: Handoff, done: Progress) -> None:
+        if done.error is not None:
+            self._fail(handoff.attempt, done.error)
+            return
+        sent = 0 if handoff.outgoing is None else handoff.outgoing.stats.parts
+        lands = done.finish_reason is None
+        self.events.append(
+            Prefilled(
+                attempt=handoff.attempt,
+                tokens=list(done.token_ids),
+                finish=done.finish_reason,
+                blocks=handoff.blocks if lands else 0,
+                num_bytes=handoff.blocks * self._block_bytes if lands else 0,
+                parts=sent + 1 if lands else 0,
+                parts_before_last_chunk=handoff.parts_before_last_chunk,
+            )
+        )
+
+    def _give_up(self, handoff: Handoff, error: PacelineError) -> None:
+        """The hand-off cannot go on; the front decides who is to know."""
+        _log.warning("hand-off given up", attempt=str(handoff.attempt), reason=error.reason, error=error.message)
+        target = None if handoff.outgoing is None else handoff.outgoing.target
+        self._fail(handoff.attempt, error, target)
+        self._cut(handoff, error.message)
+
+    def _fail(self, attempt: Attempt, error: PacelineError, target: WorkerKey | None = None) -> None:
+        self.events.append(PrefillFailed(attempt=attempt, failure=Failure.of(error), target=target))
+
+    def _cut(self, handoff: Handoff, reason: str) -> None:
+        if handoff.in_engine:
+            self.engine.abort(handoff.request_id)
+            handoff.in_engine = False
+        handoff.cut(reason)
+        self._settle(handoff)
+
+    def _settle(self, handoff: Handoff) -> None:
+        """Gives the blocks of a terminal hand-off back, and answers whoever waits for its end."""
+        if not handoff.terminal or handoff.attempt not in self._handoffs:
+            return
+        del self._handoffs[handoff.attempt]
+        self._by_request.pop(handoff.request_id, None)
+        handoff.release()
+        for call_id in self._stopping.pop(handoff.attempt, ()):
+            self._pending_stops[call_id] -= 1
+            if self._pending_stops[call_id] == 0:
+                del self._pending_stops[call_id]
+                self.events.append(Stopped(call_id=call_id, found=True))
+
+
+if __name__ == "__main__":
+    main("prefill-engine", PrefillConfig, COMMANDS, PrefillLoop)

@@ -1,0 +1,194 @@
+"""The engine process's loop: commands in, a step, transfers, timers, one report out.
+
+It owns the engine, the pool and the transfer agent, on one thread. While a write is under way or awaited it comes round
+at most 200 us apart, and between the layers of a step it polls the transfers; otherwise it sleeps on its sockets, so
+that an idle worker costs no CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from paceline import log
+from paceline.config import WorkerConfig
+from paceline.engine.request import StepOutput
+from paceline.errors import PacelineError
+from paceline.kvtransfer.agent import AgentEvents
+from paceline.services.worker.host import Host, build
+from paceline.services.worker.link import EngineLink
+from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failure, Ping
+from paceline.services.worker.process import be_born
+from paceline.types import WorkerLoad
+
+POLL_S: Final = 200e-6
+"""Longest time between two polls while a write is under way or awaited."""
+
+Command = TypeVar("Command")
+Event = TypeVar("Event", bound=msgspec.Struct)
+
+
+class EngineLoop(ABC, Generic[Command, Event]):
+    """A tier's policy fills in the abstract methods; `run` is the life of the process."""
+
+    def __init__(self, host: Host, link: EngineLink[Command | Ping]) -> None:
+        self.engine = host.engine
+        self.agent = host.agent
+        self.events: list[Event] = []
+        """What this round has to tell the front."""
+        self._link = link
+        self._during_step: list[AgentEvents] = []
+        self._reported: object = None
+        self._pinged = False
+
+    @abstractmethod
+    def handle(self, command: Command) -> None:
+        """Carries out a command of the front."""
+
+    def before_step(self) -> None:
+        """Called before each step."""
+
+    @abstractmethod
+    def stepped(self, output: StepOutput) -> None:
+        """Takes in what a step did."""
+
+    @abstractmethod
+    def transferred(self, events: AgentEvents) -> None:
+        """Takes in what the transfers did."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """Carries out the timers that are due at `now`, in monotonic seconds."""
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next."""
+
+    @property
+    @abstractmethod
+    def awaiting(self) -> bool:
+        """True while a peer's write is awaited."""
+
+    @property
+    @abstractmethod
+    def load(self) -> WorkerLoad:
+        """The load as it is now."""
+
+    @abstractmethod
+    def report(self, activity: Activity, events: tuple[Event, ...]) -> msgspec.Struct:
+        """This round's message to the front."""
+
+    def run(self) -> None:
+        """Until the front is gone."""
+        while True:
+            for command in self._link.receive_all():
+                if isinstance(command, Ping):
+                    self._pinged = True
+                else:
+                    self.handle(command)
+            activity = self._step() if self.engine.has_work else IDLE
+            activity = self._transfer(activity)
+            self.expire(time.monotonic())
+            self.tell(activity)
+            if self._sleep():
+                return
+
+    def _step(self) -> Activity:
+        stats = self.engine.stats
+        prompt_tokens, output_tokens = stats.prompt_tokens_computed, stats.output_tokens
+        self.before_step()
+        began = time.perf_counter()
+        output = self.engine.step(tick=self._tick)
+        seconds = time.perf_counter() - began
+        self.stepped(output)
+        return Activity(
+            step_seconds=seconds,
+            batch_requests=len(output.progress),
+            prompt_tokens=stats.prompt_tokens_computed - prompt_tokens,
+            generated_tokens=stats.output_tokens - output_tokens,
+        )
+
+    def _tick(self) -> None:
+        """Between two layers: keeps transfers going, and leaves what they did until the step is over."""
+        if (self.agent.busy or self.awaiting) and (events := self.agent.poll()):
+            self._during_step.append(events)
+
+    def _transfer(self, activity: Activity) -> Activity:
+        pending, self._during_step = self._during_step, []
+        if self.agent.busy or self.awaiting:
+            pending.append(self.agent.poll())
+        for events in pending:
+            if events:
+                self.transferred(events)
+                activity = msgspec.structs.replace(
+                    activity,
+                    parts_landed=activity.parts_landed + len(events.parts),
+                    writes=activity.writes + _writes(events),
+                    failed_writes=activity.failed_writes + sum(each.error is not None for each in events.terminal),
+                )
+        return activity
+
+    def tell(self, activity: Activity) -> None:
+        """Sends a report, if there is anything new to say: once a round, and earlier where somebody waits for it."""
+        load = self.load
+        events, self.events = tuple(self.events), []
+        if events or activity is not IDLE or load != self._reported or self._pinged:
+            self._link.send(self.report(activity, events))
+            self._reported = load
+            self._pinged = False
+        else:
+            self._link.flush()
+
+    def _sleep(self) -> bool:
+        """Waits for the next thing to do; True when the front is gone."""
+        if self.engine.has_work:
+            timeout: float | None = 0.0
+        elif self.agent.busy or self.awaiting:
+            timeout = POLL_S
+        else:
+            deadline = self.next_deadline()
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._link.flush():  # the front is behind; there is no descriptor that says when it has caught up
+                timeout = min(0.01, timeout) if timeout is not None else 0.01
+        readable, _, _ = select.select([self._link.file_descriptor, sys.stdin], [], [], timeout)
+        return sys.stdin in readable  # nothing ever comes through the pipe but its end
+
+
+def _writes(events: AgentEvents) -> tuple[tuple[int, float], ...]:
+    return tuple((each.stats.num_bytes, each.stats.seconds) for each in events.terminal if each.error is None)
+
+
+def main(
+    service: str,
+    config_type: type[WorkerConfig],
+    commands: Any,
+    policy: Callable[[Host, EngineLink[Any], Any], EngineLoop[Any, Any]],
+) -> None:
+    """The engine process, from birth to end. `policy` makes the tier's loop from (host, link, config)."""
+    birth = be_born()
+    config = birth.configured(config_type)
+    log.configure(service, config.log_level, config.log_json, worker=str(birth.worker))
+    link: EngineLink[Any] = EngineLink(Path(birth.link_dir), commands)
+    try:
+        host = build(config, birth.worker)
+    except PacelineError as error:
+        link.send(FailedStart(failure=Failure.of(error)))
+        link.close()
+        sys.exit(2)
+    link.send(host.ready)
+    loop = policy(host, link, config)
+    try:
+        loop.run()
+    finally:
+        # Whoever reads after the end would read freed memory: the transport goes first.
+        with contextlib.suppress(PacelineError):
+            host.agent.close()
+        link.close(linger_ms=0)
