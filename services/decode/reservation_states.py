@@ -155,7 +155,7 @@ def decide(r: Reservation[B], event: TableEvent[B], now: float) -> Step[B]:
         case State.FILLING, TimedOut():
             return _retry(r, RetryCause.SILENT, now)
         case State.FILLING, WriterTerminal():
-            return Step(replace(r, writer_terminal=True))
+            return Step(replace(r, writer_terminal=True), ignored=Ignored.REPEATED if r.writer_terminal else None)
         case State.FILLING, WriterProvenDead():
             return _retry(replace(r, writer_terminal=True), RetryCause.WRITER_DEAD, now)
 

@@ -301,6 +301,13 @@ def test_a_lost_writer_is_aborted_and_attempt_two_gets_new_blocks(event: Event |
     assert bench.all.retries == {cause: 1}
 
 
+def test_a_writer_whose_parts_came_is_still_a_writer_until_the_last_missing_one() -> None:
+    bench = in_state(State.FILLING)
+    bench.feed(Part(R, 1, P, 0), Part(R, 1, P, 2, last=True))
+    assert bench.feed(Cancel(R)) == [AbortWriter(R, 1, P), End(R, EndCause.CANCELLED, engine_holds=False)]
+    assert not bench.leases[0].released
+
+
 def test_parts_of_the_first_attempt_do_not_count_for_the_second() -> None:
     bench = in_state(State.FILLING)
     bench.feed(Part(R, 1, P, 0), WriteFailed(R, 1, P), Claim(R, 2, OTHER))
