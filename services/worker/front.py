@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health as health_names
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
@@ -232,7 +233,9 @@ class WorkerFront(ABC, Generic[Config]):
         self.add_servicer(server)
         servicer = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        reflection.enable_server_reflection([self.service_name, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        reflection.enable_server_reflection(
+            [self.service_name, health_names.SERVICE_NAME, reflection.SERVICE_NAME], server
+        )
         return servicer
 
     async def _set_health(self, servicer: health.HealthServicer, *, serving: bool) -> None:
