@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,10 +59,10 @@ def random_tensors(config: ModelConfig = SHAPES["tiny"], seed: int = 0) -> dict[
     return {name: random.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()}
 
 
-def small_vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens and merges of a byte-level BPE of 262 tokens, the control tokens first."""
+def small_vocabulary(control: Sequence[str] = CONTROL) -> tuple[list[str], list[tuple[str, str]]]:
+    """Tokens and merges of a byte-level BPE: the control tokens first, then every byte, then three merges."""
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
-    return [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)], merges
+    return [*control, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)], merges
 
 
 def write_gguf(
@@ -69,7 +70,7 @@ def write_gguf(
 ) -> dict[str, NDArray[np.float32]]:
     """Writes a GGUF file in float32 and returns its tensors in Hugging Face's names and layout.
 
-    `changes` replaces metadata: a string, an int or a float by key, None to leave the key out.
+    `changes` replaces metadata: a string, a bool, an int, a float or a list by key, None to leave the key out.
     """
     tensors = random_tensors(config, seed)
     writer = gguf.GGUFWriter(path, "llama", use_temp_file=False)
@@ -85,7 +86,12 @@ def write_gguf(
 
 
 def write_folder(
-    folder: Path, *, config: ModelConfig = SHAPES["tiny"], changes: dict[str, object] | None = None
+    folder: Path,
+    *,
+    config: ModelConfig = SHAPES["tiny"],
+    changes: dict[str, object] | None = None,
+    control: Sequence[str] = CONTROL,
+    chat_template: str | None = CHAT_TEMPLATE,
 ) -> None:
     """Writes config.json and a small tokenizer.json, without weights; `changes` replaces settings of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,14 +113,14 @@ def write_folder(
         "bos_token_id": config.bos_token_id,
     }
     (folder / "config.json").write_text(json.dumps(settings | (changes or {})))
-    tokens, merges = small_vocabulary()
+    tokens, merges = small_vocabulary(control)
     backend = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in CONTROL])
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE})
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": chat_template})
     )
 
 
@@ -143,6 +149,8 @@ def _gguf_metadata(config: ModelConfig) -> dict[str, object]:
 def _add_pair(writer: Any, key: str, value: object) -> None:
     if isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
     elif isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, float):
