@@ -146,7 +146,7 @@ class Leg:
         self._prefill: Claim | None = placed.prefill  # whose call is, or is about to be, in flight
         self._prefill_call: PrefillCall | None = None
         self._prefill_task: asyncio.Task[None] | None = None
-        self._failed: set[WorkerKey] = set()
+        self._failed: list[WorkerKey] = []  # prefill workers, the latest last
 
     async def run(self) -> Ended | Again:
         """Goes the leg. Raises the PacelineError that the client is to see."""
@@ -254,7 +254,7 @@ class Leg:
             raise error
         if isinstance(error, (Overloaded, *LOST)) and not isinstance(error, RequestCancelled):
             self._fleet.failed(worker, error)
-        self._failed.add(worker)
+        self._failed.append(worker)
         if isinstance(error, Overloaded) and self._attempt == 1 and not self._delivered():
             return Again(error=error, refused=True)
         if self._reserved:
@@ -269,6 +269,8 @@ class Leg:
             self._next_attempt(outcome.attempt)
         elif outcome.local:
             self._go_local("prefill_failed")
+        elif outcome.landed and self._failed:
+            self._record.prefill_worker = self._failed[-1]  # it did its work, and fell silent after it
 
     def _on_retarget_failed(self, error: PacelineError) -> Again | None:
         if isinstance(error, (WrongAttempt, UnknownReservation, AlreadyLanded)):
@@ -280,7 +282,7 @@ class Leg:
     def _next_attempt(self, attempt: int) -> None:
         """Hands the next attempt to another prefill worker; to the same one where it did not fail; else to D itself."""
         if self._prefill is not None:  # silent, or its write failed: any other one is better
-            self._failed.add(self._prefill.key)
+            self._failed.append(self._prefill.key)
             self._end_prefill()
         self._attempt = attempt
         self._record.attempts = attempt

@@ -121,10 +121,11 @@ class Relay:
         try:
             return await self._serve_in_time()
         except PacelineError:
-            # What the client was promised before the error is still its own, if it takes it.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_FAREWELL_S):
-                    await asyncio.wait({writer, asyncio.ensure_future(self._outbox.flush())})
+            # What came before the error is the client's still, if it takes it.
+            if not writer.done():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_FAREWELL_S):
+                        await self._outbox.flush()
             raise
         finally:
             writer.cancel()

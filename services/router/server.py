@@ -64,7 +64,8 @@ class RouterServer:
                 self.metrics_port = endpoint.port
             reader, context_tokens = await asyncio.to_thread(self._load_reader, self.config)
             stack.callback(reader.close)
-            self._face = await self._make_face(stack, reader, router_metrics, context_tokens)
+            self.fleet = self._make_fleet(stack, router_metrics)
+            self._face = self._make_face(stack, reader, router_metrics, context_tokens)
             router_pb2_grpc.add_RouterServicer_to_server(self._face, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -81,9 +82,7 @@ class RouterServer:
         await self._cleanup.aclose()
         _log.info("stopped")
 
-    async def _make_face(
-        self, stack: AsyncExitStack, reader: PromptReader, router_metrics: RouterMetrics, context_tokens: int
-    ) -> RouterFace:
+    def _make_fleet(self, stack: AsyncExitStack, router_metrics: RouterMetrics) -> Fleet:
         config = self.config
         policy = Policy(
             local_prefill=LocalPrefill(config.local_prefill),
@@ -92,14 +91,20 @@ class RouterServer:
         )
         fleet = Fleet(lease_s=config.lease_s, policy=policy, metrics=router_metrics)
         stack.push_async_callback(fleet.close)
-        admission: Admission[Placed] = Admission(size=config.queue_size, patience_s=config.queue_timeout_s)
-        stack.callback(admission.close)
-        fleet.on_room = admission.wake
-        router_metrics.queued.set_function(lambda: len(admission))
         watch = asyncio.get_running_loop().create_task(fleet.watch(), name="leases")
         stack.push_async_callback(_cancel, watch)
+        return fleet
+
+    def _make_face(
+        self, stack: AsyncExitStack, reader: PromptReader, router_metrics: RouterMetrics, context_tokens: int
+    ) -> RouterFace:
+        config = self.config
+        admission: Admission[Placed] = Admission(size=config.queue_size, patience_s=config.queue_timeout_s)
+        stack.callback(admission.close)
+        self.fleet.on_room = admission.wake
+        router_metrics.queued.set_function(lambda: len(admission))
         means = Means(
-            fleet=fleet,
+            fleet=self.fleet,
             admission=admission,
             metrics=router_metrics,
             own_limits=own_limits(reader.tokenizer, context_tokens=context_tokens),
