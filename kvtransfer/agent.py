@@ -20,8 +20,7 @@ from paceline.kvtransfer.transports.transport import Peer, Polled, Transport
 from paceline.types import ReservationId, WorkerKey
 
 SETTLE_S = 1.0
-"""Seconds for which a target goes on polling after a writer's end is proven, before blocks that it wrote to may be
-reused.
+"""Seconds for which a target polls on after a writer's end is proven, before blocks that it wrote to may be reused.
 
 Over TCP, bytes of a write lie in kernel buffers when their writer dies, and the target's own progress writes them to
 its pool later: 1.4 MB were seen. Draining them takes milliseconds; a second leaves room for the network to repeat
@@ -31,15 +30,11 @@ itself.
 
 @dataclass(frozen=True, slots=True)
 class AgentEvents:
-    """What happened since the last poll. An `Outgoing` appears once in `settled` and once in `terminal`, maybe
-    together.
-    """
+    """What happened since the last poll. An `Outgoing` is once in `settled` and once in `terminal`, maybe together."""
 
     parts: tuple[PartNotification, ...] = ()  # landed in our pool
     settled: tuple[Outgoing, ...] = ()  # became DONE or FAILED
-    terminal: tuple[
-        Outgoing, ...
-    ] = ()  # their source blocks are free to change; nothing of theirs will be sent any more
+    terminal: tuple[Outgoing, ...] = ()  # their source blocks may change, and nothing of theirs will be sent any more
     drained: tuple[Hashable, ...] = ()  # keys given to `drain`: nothing their writers sent can land any more
     bytes_written: int = 0  # by posts that arrived
 
@@ -86,7 +81,7 @@ class TransferAgent:
         self._newest: dict[str, int] = {}  # the highest epoch ever connected, by worker id
         self._outgoings: list[Outgoing] = []  # not terminal yet
         self._unsettled: set[Outgoing] = set()
-        self._draining: dict[Hashable, float] = {}  # when each may be reported
+        self._draining: dict[Hashable, float | None] = {}  # when each may be reported; None until it was polled once
         self._parts: list[PartNotification] = []  # landed, not yet reported
         self._bytes_written = 0
 
@@ -128,9 +123,7 @@ class TransferAgent:
         self._newest[key.worker_id] = key.epoch
 
     def drop_peer(self, key: WorkerKey) -> None:
-        """Aborts what goes to the peer and forgets it. Handles under way still end, through `poll`. Unknown keys are
-        fine.
-        """
+        """Aborts what goes to the peer and forgets it. Handles under way still end, through `poll`; unknown is fine."""
         peer = self._peers.pop(key, None)
         if peer is None:
             return
@@ -140,9 +133,7 @@ class TransferAgent:
         self._transport.release(peer)
 
     def outgoing(self, target: WorkerKey, reservation_id: ReservationId, attempt: int) -> Outgoing:
-        """Opens an attempt to a connected peer, which has granted it; `TransferFailed` where the peer is not
-        connected.
-        """
+        """Opens an attempt that `target` has granted; `TransferFailed` where that peer is not connected."""
         peer = self._peers.get(target)
         if peer is None:
             raise TransferFailed(f"{target} is not connected")
@@ -166,7 +157,7 @@ class TransferAgent:
         Call it with the quarantined attempt once its writer said terminal, or is proven dead, and free the blocks on
         the report.
         """
-        self._draining[key] = self._clock() + self._settle_s
+        self._draining[key] = None
 
     def poll(self) -> AgentEvents:
         """Makes progress in both directions and tells what happened. Never blocks, never raises."""
@@ -195,8 +186,7 @@ class TransferAgent:
         repeats: int = 3,
         timeout_s: float = 5.0,
     ) -> float:
-        """Bytes a second of the fastest of `repeats` writes of the blocks, after one that is not counted; blocks its
-        thread.
+        """Bytes a second of the fastest of `repeats` writes of the blocks, after one that is not counted. It waits.
 
         For the start of a pair, when the peer has granted `outgoing` blocks of its pool and polls. It sends no
         notification; the caller ends `outgoing` as any other, and raises `SlowTransport` if it minds. Raises
@@ -249,8 +239,11 @@ class TransferAgent:
                 self._parts.append(part)
 
     def _drained(self) -> tuple[Hashable, ...]:
+        # The time counts from a poll to a poll: a loop that was held up has read nothing meanwhile.
         now = self._clock()
-        drained = tuple(key for key, due in self._draining.items() if due <= now)
+        drained = tuple(key for key, due in self._draining.items() if due is not None and due <= now)
         for key in drained:
             del self._draining[key]
+        for key in [key for key, due in self._draining.items() if due is None]:
+            self._draining[key] = now + self._settle_s
         return drained

@@ -1,5 +1,4 @@
-"""What a KV block holds, byte for byte, and the fingerprint by which two workers know that their blocks mean the
-same.
+"""What a KV block holds, byte for byte, and the fingerprint that tells two workers whether their blocks agree.
 
 A pool is one allocation `[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`, keys at index 0 of the fourth
 axis and values at index 1. Block-major, so that a block is one contiguous piece on the wire, and so is each head's

@@ -104,9 +104,7 @@ class Outgoing:
 
     @property
     def terminal(self) -> bool:
-        """True when it is settled and the transport will never touch memory for it again: its blocks are free to
-        change.
-        """
+        """True when it is settled and the transport will never touch memory for it again: its blocks may change."""
         return self._state is not OutgoingState.PENDING and not self._outstanding
 
     def write_part(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
@@ -119,9 +117,7 @@ class Outgoing:
         self._post(part)
 
     def finish(self, source_blocks: Sequence[int], target_blocks: Sequence[int], first_tokens: Sequence[int]) -> None:
-        """The last part, with the token ids sampled from the prompt's end. It leaves when all earlier parts have
-        arrived.
-        """
+        """The last part, with the token ids sampled from the prompt's end. It leaves when all earlier ones arrived."""
         self._last = self._next_part(source_blocks, target_blocks, last=True, first_tokens=tuple(first_tokens))
         self._finished = True
         self._post_last_when_due()
@@ -147,9 +143,7 @@ class Outgoing:
         return handle in self._outstanding
 
     def on_finished(self, finished: Finished) -> int:
-        """Takes one of its handles, now terminal, and returns the bytes that arrived with it. For `TransferAgent`
-        alone.
-        """
+        """Takes one of its handles, now terminal; returns the bytes that arrived with it. For `TransferAgent` alone."""
         part = self._outstanding.pop(finished.handle)
         if self._started is not None:
             self.stats.seconds = self._clock() - self._started

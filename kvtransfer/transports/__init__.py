@@ -1,6 +1,4 @@
-"""How bytes move. `create` picks an implementation of `Transport`; all of them pass
-tests/contract/test_transports.py.
-"""
+"""How bytes move. `create` picks an implementation of `Transport`; all pass tests/contract/test_transport*.py."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ from paceline.log import get_logger
 log = get_logger(__name__)
 
 PAD_BYTES = 64
-"""A scratch line beside each pool, that posts without pieces write to: NIXL tracks a write, and not a bare
-notification.
-"""
+"""A scratch line beside each pool for posts without pieces: NIXL tracks a write, and not a bare notification."""
 
 MEMORY: dict[DeviceKind, str] = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -77,9 +75,7 @@ def available() -> str | None:
 
 
 class NixlTransport:
-    """A `Transport` over one NIXL agent with the UCX backend and no progress thread, which would burn a core when
-    idle.
-    """
+    """A `Transport` over one NIXL agent with the UCX backend, and without the progress thread that burns a core."""
 
     def __init__(self, name: str) -> None:
         """`name` becomes part of the agent's name; a random part keeps two lives apart. Raises `StartupError` without
@@ -248,9 +244,7 @@ class NixlTransport:
         return (write.done or write.error is not None) and self._let_go(write)
 
     def _let_go(self, write: _Write) -> bool:
-        """Gives the library's handle back. It refuses while any part is under way: then the write is not terminal
-        yet.
-        """
+        """Gives the library's handle back. It refuses while a part is under way: then the write is not terminal."""
         try:
             self._agent.release_xfer_handle(write.library_handle)
         except self._errors as error:

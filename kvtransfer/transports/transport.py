@@ -21,9 +21,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A connected peer. `name` is unique to one life of its transport, so a restarted peer never equals its earlier
-    self.
-    """
+    """A connected peer. `name` is unique to one life of its transport: a restarted peer never equals its past."""
 
     name: str
     num_blocks: int
@@ -51,9 +49,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """A message that came with a peer's post, visible only after all of that post's data. `sender` is the peer's own
-    word.
-    """
+    """A message behind a peer's post, visible only after all of the post's data. `sender` is the peer's own word."""
 
     sender: str
     payload: bytes
@@ -89,8 +85,7 @@ class Transport(Protocol):
         ...
 
     def connect(self, metadata: bytes) -> Peer:
-        """Makes the peer that `register`ed as `metadata` a target. Only the writing side needs it; `register` comes
-        first.
+        """Makes the peer that `register`ed as `metadata` a target. Only a writer needs it, once it has registered.
 
         Returns without waiting for the peer, so that a dead one may pass, and its first write fail. Raises
         `FingerprintMismatch` where its blocks have another size, `TransferFailed` where the metadata is unusable,
@@ -108,21 +103,15 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> Polled:
-        """Makes progress in both directions and tells what became terminal and what arrived. Never blocks, never
-        raises.
-        """
+        """Makes progress both ways, and tells what became terminal and what arrived. Never blocks, never raises."""
         ...
 
     def release(self, peer: Peer) -> None:
-        """Forgets a peer: later posts to it raise. Handles under way stay under way, and `poll` still ends each of
-        them.
-        """
+        """Forgets a peer: later posts to it raise. Handles under way stay so, and `poll` still ends each of them."""
         ...
 
     def close(self) -> None:
-        """Ends the transport; the second call does nothing. Only with no handle outstanding may the region be freed
-        after it.
-        """
+        """Ends the transport; a second call does nothing. The region may be freed then if no handle is outstanding."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""One end of a transport under test: a real pool and a transport, here or in a process of its own that can be stopped
-and killed.
-"""
+"""One end of a transport under test: a real pool and a transport, here or in a process of its own."""
 
 from __future__ import annotations
 
