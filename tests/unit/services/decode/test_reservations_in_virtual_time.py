@@ -48,9 +48,9 @@ from paceline.services.decode.reservation_states import CLAIM_S, SILENCE_S, Stat
 from paceline.services.decode.reservations import Reservations
 from paceline.types import ReservationId, WorkerKey
 
-POOL_BLOCKS = 24
-MAX_LIVE = 5
-WORKER_IDS = ("p0", "p1", "p2")
+POOL_BLOCKS = 16
+MAX_LIVE = 3
+WORKER_IDS = ("p0", "p1")
 PICK = st.integers(0, 1_000_000)  # taken modulo the number of choices
 
 Job: TypeAlias = tuple[ReservationId, int]
@@ -154,6 +154,12 @@ class VirtualTime(RuleBasedStateMachine):
                     assert blocks.held
                     job = self.writers[action.writer].jobs.setdefault((action.reservation, action.attempt), Writes(1))
                     assert job.grant in (None, blocks)
+                    assert not any(
+                        other.grant is blocks and writer.can_still_write(other)
+                        for writer in self.writers.values()
+                        for other in writer.jobs.values()
+                        if other is not job
+                    ), "two may write to the same blocks"
                     job.grant = blocks
                     self.to_writers.append(action)
                 case AbortWriter():
@@ -206,7 +212,7 @@ class VirtualTime(RuleBasedStateMachine):
     @precondition(lambda self: self.to_d)
     @rule(pick=PICK, doubled=st.booleans())
     def deliver_to_d(self, pick: int, doubled: bool) -> None:
-        index = pick % len(self.to_d)
+        index = -1 if pick % 2 else pick % len(self.to_d)  # the newest as often as any other
         event = self.to_d[index] if doubled else self.to_d.pop(index)
         self.feed(event)
 
@@ -302,8 +308,8 @@ class VirtualTime(RuleBasedStateMachine):
                 job.terminal = True
                 self.to_d.append(WriterTerminal(name, attempt, writer.key))
 
-    @rule(pick=PICK, proof=st.booleans(), restarts=st.booleans())
-    def die(self, pick: int, proof: bool, restarts: bool) -> None:
+    @rule(pick=PICK, proof=st.booleans(), restarts=st.booleans(), at_once=st.booleans())
+    def die(self, pick: int, proof: bool, restarts: bool, at_once: bool) -> None:
         writer = self.pick_writer(pick)
         successor = WorkerKey(writer.key.worker_id, writer.key.epoch + 1)
         writer.alive = False
@@ -312,6 +318,8 @@ class VirtualTime(RuleBasedStateMachine):
             self.to_d.append(WriterProvenDead(writer.key))
         if restarts or not proof:
             self.to_d.append(WriterReplaced(successor))
+        if at_once:
+            self.feed(self.to_d[-1])
 
     # The engine
 
