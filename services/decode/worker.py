@@ -71,8 +71,7 @@ from paceline.services.decode.reservation_events import (
 from paceline.services.decode.reservation_states import State
 from paceline.services.decode.reservations import Reservations
 from paceline.services.worker.host import Host
-from paceline.services.worker.link import EngineLink
-from paceline.services.worker.loop import EngineLoop, main
+from paceline.services.worker.loop import CommandLink, EngineLoop, main
 from paceline.services.worker.messages import Activity, Failure, Ping
 from paceline.types import (
     FinishReason,
@@ -112,7 +111,7 @@ class _Request:
 class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
     """Feeds events to the reservations, and carries out their actions."""
 
-    def __init__(self, host: Host, link: EngineLink[DecodeCommand | Ping], config: DecodeConfig) -> None:
+    def __init__(self, host: Host, link: CommandLink[DecodeCommand | Ping], config: DecodeConfig) -> None:
         super().__init__(host, link)
         self._capacity = config.max_running + config.max_waiting
         self._may_prefill = config.local_prefill != "never"
@@ -175,7 +174,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             if len(self._requests) >= self._capacity:
                 raise Overloaded(f"{len(self._requests)} requests are in hand, the limit", retry_after_s=0.5)
             if command.local and not self._may_prefill:
-                raise NoWorker("local_prefill is never: a prefill worker is needed for every prompt")
+                raise _no_prefill_here()
             lease = self._lease_for(request)
             if lease is None:
                 raise self._full(request)
@@ -326,7 +325,11 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         )
 
     def _redirect(self, new: NewTarget, call_id: int | None) -> None:
-        request = self._requests[new.reservation]
+        request = self._requests.get(new.reservation)
+        if request is None:  # it was to be computed here, may not be, and has ended
+            if call_id is not None:
+                self.events.append(CallRefused(call_id=call_id, failure=Failure.of(_no_prefill_here())))
+            return
         request.attempts = max(request.attempts, new.attempt)
         self.events.append(
             Redirected(
@@ -357,8 +360,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _prefill_here(self, start: StartLocalPrefill[BlockLease]) -> None:
         if not self._may_prefill:
-            error = NoWorker("no prefill worker computed the prompt, and local_prefill is never")
-            self._reject(start.reservation, start.blocks, error)
+            self._reject(start.reservation, start.blocks, _no_prefill_here())
             return
         request = self._requests[start.reservation]
         self.engine.add(RequestId(start.reservation), request.prompt, request.sampling, lease=start.blocks)
@@ -390,6 +392,10 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                 landing_seconds=seconds,
             )
         )
+
+
+def _no_prefill_here() -> NoWorker:
+    return NoWorker("a prefill worker is needed for every prompt, since local_prefill is never")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from paceline.services.prefill.messages import (
     WriteTo,
 )
 from paceline.services.worker.host import Host
-from paceline.services.worker.link import EngineLink
-from paceline.services.worker.loop import EngineLoop, main
+from paceline.services.worker.loop import CommandLink, EngineLoop, main
 from paceline.services.worker.messages import IDLE, Activity, Failure, Ping
 from paceline.types import BLOCK_TOKENS, RequestId, WorkerKey, WorkerLoad, check_prompt
 
@@ -42,7 +41,7 @@ _log = get_logger(__name__)
 class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
     """Hand-offs by attempt, from acceptance until their last handle is terminal."""
 
-    def __init__(self, host: Host, link: EngineLink[PrefillCommand | Ping], config: PrefillConfig) -> None:
+    def __init__(self, host: Host, link: CommandLink[PrefillCommand | Ping], config: PrefillConfig) -> None:
         super().__init__(host, link)
         self._capacity = config.max_running + config.max_waiting
         self._block_bytes = host.engine.runner.block_bytes

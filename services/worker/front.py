@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
 import msgspec
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1 import health as health_names
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 

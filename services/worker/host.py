@@ -17,9 +17,10 @@ from paceline.engine import weights
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.kvtransfer import transports
-from paceline.kvtransfer.agent import TransferAgent
+from paceline.kvtransfer.agent import SETTLE_S, TransferAgent
 from paceline.kvtransfer.layout import Fingerprint, KvLayout
 from paceline.kvtransfer.region import Region
+from paceline.kvtransfer.transports import loopback
 from paceline.log import get_logger
 from paceline.services.worker.messages import Ready
 from paceline.types import RequestId, SamplingParams, WorkerKey
@@ -36,12 +37,10 @@ class Host:
     ready: Ready
 
 
-def build(config: WorkerConfig, worker: WorkerKey) -> Host:
-    """Loads the model and warms it up. Raises a StartupError that says what to change."""
+def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None = None) -> Host:
+    """Loads the model and warms it up. Raises a StartupError that says what to change. `hub` is for tests."""
     if config.device != "cpu":
         raise ConfigError(f"device: {config.device!r} is not served by this version, which computes on cpu")
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    torch.set_num_interop_threads(1)
     checkpoint = source.resolve(config.model, cache_dir=config.cache_dir, offline=config.offline)
     shape = reader.read_config(checkpoint)
     if config.context_tokens is not None:
@@ -61,9 +60,11 @@ def build(config: WorkerConfig, worker: WorkerKey) -> Host:
     fingerprint = Fingerprint.of(
         group, model=checkpoint.name, weights_digest=reader.digest(checkpoint, seed=config.seed)
     )
-    chosen = transports.create(config.transport, f"{worker}")
+    chosen = transports.create(config.transport, f"{worker}", hub=hub)
     _log.info("transport chosen", transport=chosen.name, why=chosen.why)
-    agent = TransferAgent(chosen.transport, worker, region, fingerprint)
+    # Nothing lingers in buffers of the in-memory twin.
+    settle_s = SETTLE_S if hub is None else 0.0
+    agent = TransferAgent(chosen.transport, worker, region, fingerprint, settle_s=settle_s)
     _warm_up(engine)
     return Host(
         engine,
@@ -75,6 +76,12 @@ def build(config: WorkerConfig, worker: WorkerKey) -> Host:
             transport=chosen.name,
         ),
     )
+
+
+def use_threads(config: WorkerConfig) -> None:
+    """Gives the process its share of the cores; once, before anything computes."""
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_interop_threads(1)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from paceline.config import WorkerConfig
 from paceline.engine.request import StepOutput
 from paceline.errors import PacelineError
 from paceline.kvtransfer.agent import AgentEvents
-from paceline.services.worker.host import Host, build
+from paceline.services.worker.host import Host, build, use_threads
 from paceline.services.worker.link import EngineLink
 from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failure, Ping
 from paceline.services.worker.process import be_born
@@ -34,12 +34,30 @@ POLL_S: Final = 200e-6
 
 Command = TypeVar("Command")
 Event = TypeVar("Event", bound=msgspec.Struct)
+Inbound = TypeVar("Inbound")
+
+
+class CommandLink(Protocol[Inbound]):
+    """What the loop needs of its link; `EngineLink` is the real one."""
+
+    @property
+    def file_descriptor(self) -> int:
+        """Readable when a command may have come."""
+
+    def receive_all(self) -> list[Inbound]:
+        """All commands that are there; never waits."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queues a message; never waits."""
+
+    def flush(self) -> bool:
+        """True when nothing is left to send."""
 
 
 class EngineLoop(ABC, Generic[Command, Event]):
     """A tier's policy fills in the abstract methods; `run` is the life of the process."""
 
-    def __init__(self, host: Host, link: EngineLink[Command | Ping]) -> None:
+    def __init__(self, host: Host, link: CommandLink[Command | Ping]) -> None:
         self.engine = host.engine
         self.agent = host.agent
         self.events: list[Event] = []
@@ -89,17 +107,21 @@ class EngineLoop(ABC, Generic[Command, Event]):
     def run(self) -> None:
         """Until the front is gone."""
         while True:
-            for command in self._link.receive_all():
-                if isinstance(command, Ping):
-                    self._pinged = True
-                else:
-                    self.handle(command)
-            activity = self._step() if self.engine.has_work else IDLE
-            activity = self._transfer(activity)
-            self.expire(time.monotonic())
-            self.tell(activity)
+            self.round()
             if self._sleep():
                 return
+
+    def round(self) -> None:
+        """Once through everything there is to do now; never waits."""
+        for command in self._link.receive_all():
+            if isinstance(command, Ping):
+                self._pinged = True
+            else:
+                self.handle(command)
+        activity = self._step() if self.engine.has_work else IDLE
+        activity = self._transfer(activity)
+        self.expire(time.monotonic())
+        self.tell(activity)
 
     def _step(self) -> Activity:
         stats = self.engine.stats
@@ -177,6 +199,7 @@ def main(
     config = birth.configured(config_type)
     log.configure(service, config.log_level, config.log_json, worker=str(birth.worker))
     link: EngineLink[Any] = EngineLink(Path(birth.link_dir), commands)
+    use_threads(config)
     try:
         host = build(config, birth.worker)
     except PacelineError as error:

@@ -1,0 +1,243 @@
+"""A prompt's way from a prefill engine into a decode engine, both real, over the loopback transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.services.decode.messages import CallRefused, Over, Redirected, Reserved, WriteGranted
+from paceline.services.prefill.messages import PrefillFailed, Stopped
+from paceline.testing.pair import Pair
+from paceline.types import FinishReason, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPT = [7 * i % 500 + 3 for i in range(100)]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
+
+
+def hand_over(pair: Pair, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+    pair.reserve(name, prompt, sampling)
+    pair.decode.round()
+    pair.start(name, prompt, sampling)
+    pair.claim(name)
+
+
+def alone(pair: Pair, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """The answer of a decode worker that computes the prompt itself."""
+    pair.reserve("alone", prompt, sampling, local=True)
+    pair.pump_until_idle()
+    assert pair.over("alone").prompt_tokens_computed == len(prompt)
+    return pair.tokens("alone")
+
+
+@pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 31, 32, 33, 100])
+def test_a_handed_over_prompt_gives_the_tokens_of_a_single_process(pair: Pair, num_prompt: int) -> None:
+    prompt = PROMPT[:num_prompt]
+    hand_over(pair, "r", prompt, GREEDY)
+    pair.pump_until_idle()
+    over = pair.over("r")
+    [first] = pair.first_tokens()
+    answer = pair.tokens("r")
+    assert answer == alone(pair, prompt, GREEDY)
+    assert answer[:1] == first.tokens
+    assert over.finish is FinishReason.LENGTH
+    assert over.completion_tokens == 8
+    assert over.prompt_tokens_computed == 0
+    assert over.blocks_landed == -(-num_prompt // 16)
+
+
+def test_a_seeded_answer_does_not_depend_on_where_the_prompt_was_computed(pair: Pair) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.9, seed=42, ignore_eos=True)
+    hand_over(pair, "r", PROMPT, sampling)
+    pair.pump_until_idle()
+    assert pair.tokens("r") == alone(pair, PROMPT, sampling)
+
+
+def test_parts_arrive_while_later_chunks_are_to_be_computed(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.pump_until_idle()
+    [first] = pair.first_tokens()
+    assert first.parts_before_last_chunk == 3  # 100 tokens in chunks of 32
+    assert pair.over("r").parts_landed == 4
+
+
+def test_the_claim_may_come_after_the_whole_prompt_is_computed(pair: Pair) -> None:
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.start("r", PROMPT, GREEDY)
+    pair.pump(20)
+    assert len(pair.first_tokens()) == 1
+    pair.claim("r")
+    pair.pump_until_idle()
+    assert pair.tokens("r") == alone(pair, PROMPT, GREEDY)
+
+
+def test_nothing_is_written_before_the_claim_is_granted(pair: Pair) -> None:
+    before = pair.decode.engine.runner.pool.clone()
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.start("r", PROMPT, GREEDY)
+    pair.pump(20)
+    assert len(pair.first_tokens()) == 1
+    assert torch.equal(before, pair.decode.engine.runner.pool)
+
+
+def test_a_request_that_its_first_token_ends_never_lands(pair: Pair) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    hand_over(pair, "r", PROMPT, sampling)
+    pair.pump(20)
+    [first] = pair.first_tokens()
+    assert first.finish is FinishReason.LENGTH
+    assert pair.tokens("r") == []
+    pair.cancel("r")
+    pair.pump_until_idle()
+    assert pair.over("r").completion_tokens == 0
+
+
+@pytest.mark.parametrize("rounds", range(12))
+def test_a_cancel_after_any_number_of_rounds_brings_every_block_back(pair: Pair, rounds: int) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.pump(rounds)
+    pair.cancel("r")
+    pair.abort_prefill("r")
+    pair.pump_until_idle()
+    assert pair.over("r").finish in (FinishReason.CANCELLED, FinishReason.LENGTH)
+
+
+def test_an_abort_is_answered_only_when_no_write_is_under_way(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hub.hold = True
+    pair.pump(2)
+    pair.abort_prefill("r")
+    pair.pump(50)
+    assert pair.take_prefill(Stopped) == []
+    assert pair.prefill.load.free_blocks < pair.prefill.load.total_blocks
+    pair.hub.hold = False
+    pair.prefill.round()
+    pair.prefill.round()
+    [stopped] = pair.take_prefill(Stopped)
+    assert stopped.found
+    assert pair.prefill.load.free_blocks == pair.prefill.load.total_blocks
+
+
+def test_blocks_of_a_cancelled_request_stay_in_quarantine_until_the_writer_has_stopped(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hub.hold = True
+    pair.pump(2)
+    pair.cancel("r")
+    pair.pump(50)
+    load = pair.decode.load
+    assert load.quarantined_blocks == 7
+    assert load.free_blocks == load.total_blocks - 7
+    pair.hub.hold = False
+    pair.pump_until_idle()
+
+
+def test_a_late_write_never_touches_the_blocks_of_a_later_request(pair: Pair) -> None:
+    """F29: the write of an aborted request is delayed, while another request wants the blocks."""
+    expected = alone(pair, PROMPT[:50], GREEDY)
+    hand_over(pair, "a", PROMPT, GREEDY)
+    pair.hub.hold = True
+    pair.pump(2)
+    pair.cancel("a")
+    pair.reserve("b", PROMPT[:50], GREEDY, local=True)
+    pair.pump(4)
+    pair.hub.hold = False
+    pair.pump_until_idle()
+    assert pair.tokens("b") == expected
+
+
+def test_a_failed_write_is_told_and_a_second_attempt_lands(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hub.fail_next = 1
+    pair.pump(3)
+    [failed] = pair.take_prefill(PrefillFailed)
+    assert failed.failure.reason == "TRANSFER_FAILED"
+    assert failed.target == pair.decode_key
+    pair.retarget("r")
+    pair.decode.round()
+    [redirected] = pair.take_decode(Redirected)
+    assert redirected.attempt == 2
+    pair.start("r", PROMPT, GREEDY, attempt=2)
+    pair.claim("r", attempt=2)
+    pair.pump_until_idle()
+    assert pair.tokens("r") == alone(pair, PROMPT, GREEDY)
+
+
+def test_a_request_retargeted_to_the_decode_worker_is_computed_there(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.pump(2)
+    pair.retarget("r", local=True)
+    pair.pump_until_idle()
+    over = pair.over("r")
+    assert over.prompt_tokens_computed == len(PROMPT)
+    assert pair.tokens("r") == alone(pair, PROMPT, GREEDY)
+
+
+def test_both_sides_refuse_when_full_and_serve_on(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, prefill_blocks=8, decode_blocks=8)
+    hand_over(pair, "a", PROMPT, GREEDY)
+    pair.reserve("b", PROMPT, GREEDY)
+    pair.start("b", PROMPT, GREEDY)
+    pair.pump()
+    assert pair.over("b").failure.reason == "OVERLOADED"
+    assert [event.failure.reason for event in pair.take_prefill(PrefillFailed)] == ["OVERLOADED"]
+    pair.pump_until_idle()
+    assert len(pair.tokens("a")) == 8
+
+
+def test_a_prompt_over_the_pool_is_refused_before_a_block_is_taken(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, prefill_blocks=8, decode_blocks=8)
+    pair.reserve("r", PROMPT * 2, GREEDY)
+    pair.start("r", PROMPT * 2, GREEDY)
+    pair.pump()
+    assert pair.over("r").failure.reason == "EXCEEDS_POOL"
+    assert [event.failure.reason for event in pair.take_prefill(PrefillFailed)] == ["EXCEEDS_POOL"]
+    assert pair.idle
+
+
+def test_a_claim_for_another_attempt_or_an_unknown_reservation_is_refused(pair: Pair) -> None:
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.decode.round()
+    with pytest.raises(ValueError, match="not enough values"):
+        pair.claim("r", attempt=2)
+    with pytest.raises(ValueError, match="not enough values"):
+        pair.claim("unknown")
+    assert [event.failure.reason for event in pair.take_decode(CallRefused)] == ["WRONG_ATTEMPT", "UNKNOWN_RESERVATION"]
+    assert pair.take_decode(WriteGranted) == []
+    assert len(pair.take_decode(Reserved)) == 1
+
+
+def test_a_decode_worker_that_may_not_prefill_refuses_a_local_prompt(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, local_prefill="never")
+    pair.reserve("r", PROMPT, GREEDY, local=True)
+    pair.reserve("s", PROMPT, GREEDY)
+    pair.decode.round()
+    pair.retarget("s", local=True)
+    pair.decode.round()
+    ends = pair.take_decode(Over)
+    assert [(over.reservation_id, over.failure.reason) for over in ends] == [("r", "NO_WORKER"), ("s", "NO_WORKER")]
+    assert pair.decode.load.committed_blocks == 0
+
+
+def test_many_requests_share_small_pools_and_each_ends_once(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, prefill_blocks=24, decode_blocks=24)
+    waiting = {f"r{i}": PROMPT[: 5 + 3 * i] for i in range(20)}
+    expected = {name: len(prompt) for name, prompt in waiting.items()}
+    answers: dict[str, list[int]] = {}
+    for _ in range(3000):
+        for name, prompt in list(waiting.items()):
+            needed = -(-(len(prompt) + 7) // 16)
+            if min(pair.prefill.load.headroom_blocks, pair.decode.load.headroom_blocks) >= needed:
+                hand_over(pair, name, prompt, GREEDY)
+                del waiting[name]
+        pair.pump()
+        if not waiting and pair.idle:
+            break
+    answers = {name: pair.tokens(name) for name in expected}
+    assert all(len(answer) == 8 for answer in answers.values())
+    assert pair.idle
