@@ -29,6 +29,16 @@ _STATUS_S: Final = 1.0
 """Bound on the wait for a stream's status after its finish."""
 
 
+class TransferSum(msgspec.Struct, frozen=True, kw_only=True):
+    """What a hand-off moved."""
+
+    blocks: int = 0
+    bytes: int = 0
+    parts: int = 0
+    parts_before_last_chunk: int = 0
+    duration_s: float = 0.0
+
+
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill worker's answer: the first tokens, from index 0, and the finish where they end the request."""
 
@@ -36,6 +46,7 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None
     duration_s: float
     cached_tokens: int
+    transfer: TransferSum  # as far as it had come
     load: WorkerLoad | None
 
 
@@ -57,16 +68,6 @@ class Retargeted(msgspec.Struct, frozen=True, kw_only=True):
     """The decode worker gave an attempt up. `attempt` is the next; None where it computes the prompt itself."""
 
     attempt: int | None
-
-
-class TransferSum(msgspec.Struct, frozen=True, kw_only=True):
-    """What a hand-off moved."""
-
-    blocks: int = 0
-    bytes: int = 0
-    parts: int = 0
-    parts_before_last_chunk: int = 0
-    duration_s: float = 0.0
 
 
 class DecodeFinished(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +119,7 @@ class PrefillCall:
             finish=wire.finish_from_proto(answer.finish),
             duration_s=wire.seconds(answer.duration),
             cached_tokens=answer.cached_tokens,
+            transfer=_transfer(answer.transfer),
             load=_load(answer),
         )
 
@@ -271,18 +273,21 @@ def _decode_event(message: decode_pb2.DecodeGenerateResponse) -> DecodeEvent:
 
 
 def _finished(message: decode_pb2.DecodeFinish) -> DecodeFinished:
-    transfer = message.transfer
     return DecodeFinished(
         reason=wire.finish_from_proto(message.reason) or FinishReason.ERROR,
         completion_tokens=message.completion_tokens,
         prompt_tokens_computed=message.prompt_tokens_computed,
-        transfer=TransferSum(
-            blocks=transfer.blocks,
-            bytes=transfer.bytes,
-            parts=transfer.parts,
-            parts_before_last_chunk=transfer.parts_before_last_chunk,
-            duration_s=wire.seconds(transfer.duration),
-        ),
+        transfer=_transfer(message.transfer),
         attempts=message.attempts,
         load=_load(message),
+    )
+
+
+def _transfer(message: common_pb2.Transfer) -> TransferSum:
+    return TransferSum(
+        blocks=message.blocks,
+        bytes=message.bytes,
+        parts=message.parts,
+        parts_before_last_chunk=message.parts_before_last_chunk,
+        duration_s=wire.seconds(message.duration),
     )

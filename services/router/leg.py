@@ -19,36 +19,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
-
-import msgspec
+from typing import Any
 
 from paceline.errors import (
     AlreadyLanded,
     DeadlineExceeded,
-    Draining,
-    EngineLost,
     InvalidRequest,
     Overloaded,
     PacelineError,
     RequestCancelled,
-    StaleEpoch,
     UnknownReservation,
     WorkerLost,
     WrongAttempt,
 )
 from paceline.log import get_logger
 from paceline.services.router.calls import (
-    DecodeEvent,
     DecodeFinished,
     DecodeStream,
     Job,
     NewTokens,
     PrefillCall,
-    PrefillReply,
     Reserved,
     Retargeted,
     RetargetOutcome,
+)
+from paceline.services.router.events import (
+    LOST,
+    Again,
+    DecodeFailed,
+    Ended,
+    Event,
+    PrefillFailed,
+    PrefillReplied,
+    Record,
+    RetargetFailed,
 )
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.placement import Ask, LocalPrefill
@@ -56,63 +60,6 @@ from paceline.services.router.registry import Claim
 from paceline.types import FinishReason, WorkerKey
 
 _log = get_logger(__name__)
-
-LOST: Final = (WorkerLost, EngineLost, StaleEpoch, Draining, RequestCancelled)
-"""What says of a worker that it will not go on, and nothing of the request. (Nobody here cancels and still listens.)"""
-
-
-class PrefillReplied(msgspec.Struct, frozen=True):
-    """The Prefill call of an attempt was answered."""
-
-    attempt: int
-    reply: PrefillReply
-
-
-class PrefillFailed(msgspec.Struct, frozen=True):
-    """The Prefill call of an attempt failed."""
-
-    attempt: int
-    error: PacelineError
-
-
-class DecodeFailed(msgspec.Struct, frozen=True):
-    """The stream of the decode worker failed."""
-
-    error: PacelineError
-
-
-class RetargetFailed(msgspec.Struct, frozen=True):
-    """The decode worker would not re-target."""
-
-    error: PacelineError
-
-
-Event = DecodeEvent | PrefillReplied | PrefillFailed | DecodeFailed | RetargetOutcome | RetargetFailed
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """What is known of a request's way so far, for its finish. Times are on the loop's clock, in seconds."""
-
-    reserved_at: float | None = None
-    prefill_s: float | None = None
-    cached_tokens: int = 0
-    prefill_worker: WorkerKey | None = None
-    decode_worker: WorkerKey | None = None
-    attempts: int = 1
-
-
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The request is over. `decode` is the decode worker's last word, None where that was not waited for."""
-
-    reason: FinishReason
-    decode: DecodeFinished | None = None
-
-
-class Again(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing reached the client yet, and another place may do. `refused`: it was full; else it was lost."""
-
-    error: PacelineError
-    refused: bool
 
 
 class Leg:
@@ -140,6 +87,7 @@ class Leg:
         self._decode = placed.decode
         self._stream: DecodeStream | None = None
         self._attempt = 1
+        self._local = placed.prefill is None
         self._reserved = False
         self._settled = False  # the decode worker's last report shows the request's end
         self._owed: PacelineError | None = None  # a prefill failure that waits for `reserved`
@@ -235,6 +183,7 @@ class Leg:
         reply = event.reply
         self._record.prefill_s = reply.duration_s
         self._record.cached_tokens = reply.cached_tokens
+        self._record.transfer = reply.transfer
         self._record.prefill_worker = self._prefill.key
         self._fleet.report(self._prefill.key, reply.load)
         self._end_prefill()
@@ -296,9 +245,12 @@ class Leg:
             self._start_prefill()
 
     def _go_local(self, reason: str) -> None:
-        self._end_prefill()
-        self._record.prefill_worker = None
-        self._fleet.count_fallback(reason)
+        """Leaves the prompt to the decode worker, which says so in its answer and on its stream, in any order."""
+        if not self._local:
+            self._local = True
+            self._end_prefill()
+            self._record.prefill_worker = None
+            self._fleet.count_fallback(reason)
 
     def _ask_retarget(self, error: PacelineError) -> None:
         """Asks the decode worker to give the attempt up: for another prefill worker once, then for itself."""

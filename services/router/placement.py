@@ -131,7 +131,7 @@ def _able(worker: WorkerView, ask: Ask) -> bool:
         worker.role is Role.PREFILL
         and worker.alive
         and blocks_for(ask.prompt_tokens) <= worker.limits.pool_blocks
-        and ask.prompt_tokens <= worker.limits.context_tokens
+        and ask.prompt_tokens < worker.limits.context_tokens  # the first answer's token is in the context too
     )
 
 

@@ -38,8 +38,9 @@ from paceline.metrics import RouterMetrics
 from paceline.services.router.admission import Admission
 from paceline.services.router.answer import Answer, Piece, Summary
 from paceline.services.router.calls import Job, TransferSum
+from paceline.services.router.events import Again, Ended, Record
 from paceline.services.router.fleet import Fleet, Placed
-from paceline.services.router.leg import Again, Ended, Leg, Record
+from paceline.services.router.leg import Leg
 from paceline.services.router.outbox import WRITE_TIMEOUT_S, Outbox
 from paceline.services.router.placement import Ask, LocalPrefill
 from paceline.services.router.prompt import Request
@@ -261,7 +262,7 @@ class Relay:
             prefill_s=record.prefill_s or 0.0,
             first_token_s=self._first_token_s or 0.0,
             total_s=self._age_s,
-            transfer=TransferSum() if decode is None else decode.transfer,
+            transfer=_both(record.transfer, None if decode is None else decode.transfer),
             prefill_worker=record.prefill_worker,
             decode_worker=record.decode_worker,
             prompt_tokens_computed_on_decode=0 if decode is None else decode.prompt_tokens_computed,
@@ -298,3 +299,11 @@ class Relay:
     @property
     def _age_s(self) -> float:
         return self._now - self._arrived
+
+
+def _both(sent: TransferSum, landed: TransferSum | None) -> TransferSum:
+    """The decode worker's view, which is whole; the prefill worker alone knows what it had still to compute."""
+    if landed is None:
+        return sent
+    overlapped = max(sent.parts_before_last_chunk, landed.parts_before_last_chunk)
+    return msgspec.structs.replace(landed, parts_before_last_chunk=overlapped)

@@ -60,6 +60,7 @@ class PrefillCall(_Call):
                 tokens=tokens,
                 finish=wire.finish_to_proto(finish),
                 duration=wire.duration(0.25),
+                transfer=common_pb2.Transfer(blocks=2, bytes=200, parts=1, parts_before_last_chunk=1),
                 load=wire.load_to_proto(WorkerLoad()),
             )
         )

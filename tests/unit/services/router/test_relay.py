@@ -99,6 +99,7 @@ async def test_both_workers_are_called_at_once_and_the_answer_is_merged(cluster:
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (5, 3)
     assert (finish.prefill_worker.worker_id, finish.decode_worker.worker_id) == ("p0", "d0")
     assert (finish.transfer.blocks, finish.transfer.parts, finish.attempts) == (3, 2, 1)
+    assert finish.transfer.parts_before_last_chunk == 1
     assert finish.timings.prefill.nanos == 250_000_000
     assert finish.timings.transfer.nanos == 500_000_000
     assert not decode.cancelled.is_set()

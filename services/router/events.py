@@ -1,0 +1,75 @@
+"""What happens on a leg of a request, what it leads to, and what is noted on the way."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from paceline.errors import Draining, EngineLost, PacelineError, RequestCancelled, StaleEpoch, WorkerLost
+from paceline.services.router.calls import (
+    DecodeEvent,
+    DecodeFinished,
+    PrefillReply,
+    RetargetOutcome,
+    TransferSum,
+)
+from paceline.types import FinishReason, WorkerKey
+
+LOST: Final = (WorkerLost, EngineLost, StaleEpoch, Draining, RequestCancelled)
+"""What says of a worker that it will not go on, and nothing of the request. (Nobody here cancels and still listens.)"""
+
+
+class PrefillReplied(msgspec.Struct, frozen=True):
+    """The Prefill call of an attempt was answered."""
+
+    attempt: int
+    reply: PrefillReply
+
+
+class PrefillFailed(msgspec.Struct, frozen=True):
+    """The Prefill call of an attempt failed."""
+
+    attempt: int
+    error: PacelineError
+
+
+class DecodeFailed(msgspec.Struct, frozen=True):
+    """The stream of the decode worker failed."""
+
+    error: PacelineError
+
+
+class RetargetFailed(msgspec.Struct, frozen=True):
+    """The decode worker would not re-target."""
+
+    error: PacelineError
+
+
+Event = DecodeEvent | PrefillReplied | PrefillFailed | DecodeFailed | RetargetOutcome | RetargetFailed
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """What is known of a request's way so far, for its finish. Times are on the loop's clock, in seconds."""
+
+    reserved_at: float | None = None
+    prefill_s: float | None = None
+    cached_tokens: int = 0
+    transfer: TransferSum = TransferSum()  # as far as the prefill worker had come when it replied
+    prefill_worker: WorkerKey | None = None
+    decode_worker: WorkerKey | None = None
+    attempts: int = 1
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The request is over. `decode` is the decode worker's last word, None where that was not waited for."""
+
+    reason: FinishReason
+    decode: DecodeFinished | None = None
+
+
+class Again(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing reached the client yet, and another place may do. `refused`: it was full; else it was lost."""
+
+    error: PacelineError
+    refused: bool
