@@ -21,8 +21,9 @@ from paceline.types import Role
 class AsyncStream(AsyncIterator[Chunk]):
     """An answer under way. Leaving it early (`cancel`, `async with`, dropping it) cancels the request."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, address: str) -> None:
         self._call = call
+        self._address = address
         self._finished = False
         self._loop = asyncio.get_running_loop()
 
@@ -34,7 +35,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             message = await self._call.read()
         except grpc.RpcError as error:
             self._finished = True
-            raise wire.error_from_rpc(error) from error
+            raise convert.failure(error, self._address) from error
         if message is grpc.aio.EOF:
             self._finished = True
             raise StopAsyncIteration
@@ -139,32 +140,32 @@ class AsyncClient:
             prompt, sampling=sampling, request_id=request_id, timeout=timeout, model=model, priority=priority
         )
         deadline = None if timeout is None else timeout + MARGIN_S
-        return AsyncStream(self._router.Generate(request, timeout=deadline))
+        return AsyncStream(self._router.Generate(request, timeout=deadline), self.address)
 
     async def model_info(self) -> ModelInfo:
         """The model served."""
-        with _errors():
+        with _errors(self.address):
             return convert.model_info_from_proto(await self._router.GetModelInfo(convert.MODEL_INFO, timeout=CALL_S))
 
     async def server_info(self) -> ServerInfo:
         """The router's process."""
-        with _errors():
+        with _errors(self.address):
             answer = await self._router.GetServerInfo(convert.SERVER_INFO, timeout=CALL_S)
             return convert.server_info_from_proto(answer.server)
 
     async def loads(self) -> Loads:
         """The queue, and every live worker with its load."""
-        with _errors():
+        with _errors(self.address):
             return convert.loads_from_proto(await self._router.GetLoads(convert.LOADS, timeout=CALL_S))
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its id; False where it was unknown or had ended."""
-        with _errors():
+        with _errors(self.address):
             return bool((await self._router.Abort(convert.abort_request(request_id), timeout=CALL_S)).found)
 
     async def health(self, *, service: str = "", timeout: float = CALL_S) -> Health:
         """What the router's health service says."""
-        with _errors():
+        with _errors(self.address):
             stub = convert.HealthStub(self._channel)
             return convert.health_from_proto(await stub.Check(convert.health_request(service), timeout=timeout))
 
@@ -184,14 +185,14 @@ class AsyncClient:
 async def worker_info_async(address: str, role: Role, *, timeout: float = CALL_S) -> ServerInfo:
     """Asks a worker itself, at the address its router knows, about its process."""
     async with grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel:
-        with _errors():
+        with _errors(address):
             method, request = convert.worker_info_call(channel, role)
             return convert.server_info_from_proto((await method(request, timeout=timeout)).server)
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise wire.error_from_rpc(error) from error
+        raise convert.failure(error, address) from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline import wire
 from paceline.client import types
-from paceline.errors import InvalidRequest, quote
+from paceline.errors import InvalidRequest, PacelineError, WorkerLost, quote
 from paceline.protos import (
     common_pb2,
     decode_pb2,
@@ -35,6 +36,14 @@ _HEALTH: Final = {
     health_pb2.HealthCheckResponse.SERVING: types.Health.SERVING,
     health_pb2.HealthCheckResponse.NOT_SERVING: types.Health.NOT_SERVING,
 }
+
+
+def failure(error: grpc.RpcError, address: str) -> PacelineError:
+    """The error behind a failed call. Where nobody answered at all it names the address."""
+    found = wire.error_from_rpc(error)
+    if type(found) is WorkerLost and not error.trailing_metadata():
+        return WorkerLost(f"no answer from {address}: {found.message}")
+    return found
 
 
 def generate_request(

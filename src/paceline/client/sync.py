@@ -25,8 +25,9 @@ MARGIN_S: Final = 2.0
 class Stream(Iterator[Chunk]):
     """An answer under way. Leaving it early, by `cancel`, its `with` block or by dropping it, cancels the request."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, address: str) -> None:
         self._call = call
+        self._address = address
         self._finished = False
 
     def __next__(self) -> Chunk:
@@ -40,7 +41,7 @@ class Stream(Iterator[Chunk]):
             raise
         except grpc.RpcError as error:
             self._finished = True
-            raise wire.error_from_rpc(error) from error
+            raise convert.failure(error, self._address) from error
         return chunk
 
     def complete(self) -> Completion:
@@ -138,27 +139,27 @@ class Client:
             prompt, sampling=sampling, request_id=request_id, timeout=timeout, model=model, priority=priority
         )
         deadline = None if timeout is None else timeout + MARGIN_S
-        return Stream(self._router.Generate(request, timeout=deadline))
+        return Stream(self._router.Generate(request, timeout=deadline), self.address)
 
     def model_info(self) -> ModelInfo:
         """The model served."""
-        with _errors():
+        with _errors(self.address):
             return convert.model_info_from_proto(self._router.GetModelInfo(convert.MODEL_INFO, timeout=CALL_S))
 
     def server_info(self) -> ServerInfo:
         """The router's process."""
-        with _errors():
+        with _errors(self.address):
             answer = self._router.GetServerInfo(convert.SERVER_INFO, timeout=CALL_S)
             return convert.server_info_from_proto(answer.server)
 
     def loads(self) -> Loads:
         """The queue, and every live worker with its load."""
-        with _errors():
+        with _errors(self.address):
             return convert.loads_from_proto(self._router.GetLoads(convert.LOADS, timeout=CALL_S))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request by its id; False where it was unknown or had ended."""
-        with _errors():
+        with _errors(self.address):
             return bool(self._router.Abort(convert.abort_request(request_id), timeout=CALL_S).found)
 
     def close(self) -> None:
@@ -174,21 +175,21 @@ class Client:
 
 def health(address: str, *, service: str = "", timeout: float = CALL_S) -> Health:
     """What the health service at `host:port` says; WorkerLost or DeadlineExceeded where nobody answers."""
-    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors():
+    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors(address):
         stub = convert.HealthStub(channel)
         return convert.health_from_proto(stub.Check(convert.health_request(service), timeout=timeout))
 
 
 def worker_info(address: str, role: Role, *, timeout: float = CALL_S) -> ServerInfo:
     """Asks a worker itself, at the address its router knows, about its process."""
-    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors():
+    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors(address):
         method, request = convert.worker_info_call(channel, role)
         return convert.server_info_from_proto(method(request, timeout=timeout).server)
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise wire.error_from_rpc(error) from error
+        raise convert.failure(error, address) from error

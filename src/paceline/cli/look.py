@@ -1,0 +1,127 @@
+"""`paceline status`, `health` and `version`: what is running, and how it is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from typing import Final
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline import __version__, client
+from paceline.client import AsyncClient, Health, Loads, ServerInfo, Worker, worker_info_async
+from paceline.errors import PacelineError
+
+_REFRESH_S: Final = 1.0
+_COLUMNS: Final = (
+    "worker",
+    "role",
+    "address",
+    "epoch",
+    "pids",
+    "running",
+    "waiting",
+    "used/total",
+    "committed",
+    "quarantined",
+    "heart-beat",
+)
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What `status` shows. `processes` has the workers that answered, front's pid first."""
+
+    router: str
+    server: ServerInfo
+    loads: Loads
+    processes: dict[str, tuple[int, ...]]
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """One look at a router, or one every second."""
+    if not arguments.watch:
+        seen = asyncio.run(look(arguments.router))
+        if arguments.json:
+            print(msgspec.json.format(msgspec.json.encode(seen)).decode())
+        else:
+            Console(highlight=False).print(render(seen))
+        return 0
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            live.update(_look_and_render(arguments.router), refresh=True)
+            time.sleep(_REFRESH_S)
+
+
+def _look_and_render(router: str) -> RenderableType:
+    try:
+        return render(asyncio.run(look(router)))
+    except PacelineError as error:  # it may come back while one watches
+        return Text(f"error: {error.message}", style="bold red")
+
+
+async def look(router: str) -> Status:
+    """Asks the router for everything, and each worker for its process ids."""
+    async with AsyncClient(router) as connection:
+        server, loads = await asyncio.gather(connection.server_info(), connection.loads())
+    pids = await asyncio.gather(*(_pids(worker) for worker in loads.workers))
+    processes = {str(worker.key): found for worker, found in zip(loads.workers, pids, strict=True) if found}
+    return Status(router=router, server=server, loads=loads, processes=processes)
+
+
+async def _pids(worker: Worker) -> tuple[int, ...]:
+    with contextlib.suppress(PacelineError):
+        return (await worker_info_async(worker.address, worker.role, timeout=1.0)).process_ids
+    return ()
+
+
+def render(seen: Status) -> RenderableType:
+    """The table, under a line about the router."""
+    server, loads = seen.server, seen.loads
+    pids = ", ".join(map(str, server.process_ids)) or "?"
+    head = (
+        f"router {seen.router} (pid {pids}), Paceline {server.version}, model {server.model}, "
+        f"up {server.uptime_s:.0f} s: {loads.queued} queued, {loads.active} active"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for index, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if index < 3 else "right", no_wrap=True)
+    for worker in loads.workers:
+        table.add_row(*_row(worker, seen.processes.get(str(worker.key), ())))
+    return Group(Text(head), table if loads.workers else Text("no worker is registered", style="yellow"))
+
+
+def _row(worker: Worker, pids: tuple[int, ...]) -> tuple[str, ...]:
+    load = worker.load
+    return (
+        worker.key.worker_id + (" (draining)" if worker.draining else ""),
+        worker.role.value,
+        worker.address,
+        str(worker.key.epoch),
+        "+".join(map(str, pids)) or "?",
+        str(load.running),
+        str(load.waiting),
+        f"{load.total_blocks - load.free_blocks}/{load.total_blocks}",
+        str(load.committed_blocks),
+        str(load.quarantined_blocks),
+        f"{worker.heartbeat_age_s:.1f} s",
+    )
+
+
+def health(arguments: argparse.Namespace) -> int:
+    """0 where the server serves."""
+    answer = client.health(arguments.address, service=arguments.service, timeout=arguments.timeout)
+    print(answer.value)
+    return 0 if answer is Health.SERVING else 1
+
+
+def version(arguments: argparse.Namespace) -> int:
+    """Paceline's version, and Python's."""
+    print(f"paceline {__version__} (Python {sys.version.partition(' ')[0]})")
+    return 0

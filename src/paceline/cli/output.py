@@ -1,0 +1,33 @@
+"""How commands write: errors in red on stderr, figures in units that people read."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+
+def stderr_console() -> Console:
+    """A console on stderr that neither wraps nor guesses colours."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    """One line, whatever the message holds."""
+    stderr_console().print(Text(f"error: {' '.join(message.split())}", style="bold red"))
+
+
+def milliseconds(seconds: float) -> str:
+    """`0.4 ms`, `12 ms`, `1.23 s`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+def byte_size(count: int) -> str:
+    """`512 B`, `1.5 KiB`, `92.2 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,63 @@
+"""`--stats`: where a request's time went and which processes served it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from rich.table import Table
+
+from paceline.cli.output import byte_size, milliseconds, stderr_console
+from paceline.client import Client, Completion, Finish, Worker, worker_info
+from paceline.errors import PacelineError
+from paceline.types import WorkerKey
+
+
+def print_stats(client: Client, answer: Completion) -> None:
+    """Prints the table to stderr. Process ids are asked of the workers, and left out where they do not answer."""
+    with contextlib.suppress(PacelineError):
+        workers = {worker.key: worker for worker in client.loads().workers}
+        stderr_console().print(stats_table(answer.finish, workers))
+        return
+    stderr_console().print(stats_table(answer.finish, {}))
+
+
+def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:
+    """Tokens, times, the hand-off, and who did it."""
+    usage, timings, transfer = finish.usage, finish.timings, finish.transfer
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached")
+    table.add_row("answer", f"{usage.completion_tokens} tokens, {_rate(finish)}, ended by {finish.reason.value}")
+    queued = milliseconds(timings.queued_s)
+    table.add_row("first token", f"after {milliseconds(timings.first_token_s)}, of them {queued} in the queue")
+    table.add_row("total", milliseconds(timings.total_s))
+    if finish.prefill_worker is None:
+        table.add_row("prefill", f"on the decode worker, {finish.prompt_tokens_computed_on_decode} tokens")
+    else:
+        table.add_row("prefill", f"{_process(finish.prefill_worker, workers)}, {milliseconds(timings.prefill_s)}")
+        table.add_row(
+            "KV moved",
+            f"{transfer.blocks} blocks, {byte_size(transfer.bytes)} in {transfer.parts} parts, "
+            f"{transfer.parts_before_last_chunk} of them before the last chunk, {milliseconds(transfer.duration_s)}, "
+            f"attempt {finish.attempts}",
+        )
+    if finish.decode_worker is not None:
+        table.add_row("decode", _process(finish.decode_worker, workers))
+    return table
+
+
+def _rate(finish: Finish) -> str:
+    decoding_s = finish.timings.total_s - finish.timings.first_token_s
+    if finish.usage.completion_tokens < 2 or decoding_s <= 0:
+        return "one step"
+    return f"{(finish.usage.completion_tokens - 1) / decoding_s:.1f} tokens/s after the first"
+
+
+def _process(key: WorkerKey, workers: dict[WorkerKey, Worker]) -> str:
+    worker = workers.get(key)
+    if worker is None:
+        return f"{key} (gone)"
+    with contextlib.suppress(PacelineError):
+        pids = worker_info(worker.address, worker.role, timeout=1.0).process_ids
+        return f"{key} at {worker.address}, pids {' and '.join(map(str, pids))}"
+    return f"{key} at {worker.address}"
