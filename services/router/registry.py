@@ -167,7 +167,7 @@ class Registry:
 
     def expire(self, *, now: float) -> list[WorkerInfo]:
         """Drops the workers whose lease has ended, and returns them."""
-        gone = [worker for worker in self if now - worker.last_seen >= self._lease_s]
+        gone = [worker for worker in self if worker.last_seen + self._lease_s <= now]
         for worker in gone:
             del self._workers[worker.info.key.worker_id]
         return [worker.info for worker in gone]

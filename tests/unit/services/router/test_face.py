@@ -1,0 +1,178 @@
+"""The router's other methods, and its process, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import urllib.request
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import paceline
+from paceline import wire
+from paceline.config import RouterConfig
+from paceline.errors import AddressInUse, ConfigError, Draining, StaleEpoch, StartupError, UnknownWorker
+from paceline.protos import common_pb2, router_pb2
+from paceline.services.router import server as router_server
+from paceline.services.router.server import SERVICE, RouterServer, serve
+from paceline.testing.router_bench import ids_of, router_bench
+from paceline.testing.scripted_workers import scripted_decode, scripted_prefill
+from paceline.types import FinishReason
+
+CONFIG = msgspec.structs.replace(RouterConfig(), port=0, model="dummy:tiny")
+
+
+async def test_registering_tells_the_lease_and_the_other_tier() -> None:
+    async with (
+        scripted_prefill("p0") as prefill,
+        scripted_decode("d0") as decode,
+        router_bench(lease_s=7.0, heartbeat_s=2.0) as router,
+    ):
+        first, second = await router.register(prefill, decode)
+        assert (wire.seconds(first.lease), wire.seconds(first.heartbeat)) == (7.0, 2.0)
+        assert list(first.peers) == []
+        [peer] = second.peers
+        assert (peer.worker.worker_id, peer.address, peer.role) == ("p0", prefill.address, common_pb2.ROLE_PREFILL)
+        [peer] = (await router.heartbeat(prefill)).peers
+        assert peer.worker.worker_id == "d0"
+
+
+async def test_unknown_and_earlier_lives_are_told_so() -> None:
+    async with (
+        scripted_decode("d0", epoch=5) as decode,
+        scripted_decode("d0", epoch=4) as earlier,
+        router_bench() as router,
+    ):
+        with pytest.raises(UnknownWorker):
+            await router.heartbeat(decode)
+        await router.register(decode)
+        await router.heartbeat(decode)
+        with pytest.raises(StaleEpoch):
+            await router.heartbeat(earlier)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await router.register(earlier)
+        assert isinstance(wire.error_from_rpc(refusal.value), StaleEpoch)
+
+
+async def test_a_worker_of_another_model_is_refused_with_both_named() -> None:
+    async with scripted_decode("d0", model="other") as decode, router_bench() as router:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await router.register(decode)
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = wire.error_from_rpc(refusal.value)
+        assert isinstance(error, ConfigError)
+        assert "'other'" in error.message and "'dummy:tiny'" in error.message
+
+
+async def test_model_and_server_info_show_the_limits_that_are_enforced() -> None:
+    async with scripted_decode("d0", pool_blocks=64) as decode, router_bench(context_tokens=1_000) as router:
+        await router.register(decode)
+        model = await router.stub.GetModelInfo(router_pb2.GetModelInfoRequest())
+        assert (model.model, list(model.eos_token_ids)) == ("dummy:tiny", [2])
+        assert (model.limits.context_tokens, model.limits.pool_blocks) == (1_000, 64)
+        assert model.has_tokenizer and model.has_chat_template
+        server = (await router.stub.GetServerInfo(router_pb2.RouterGetServerInfoRequest())).server
+        assert (server.version, list(server.process_ids)) == (paceline.__version__, [os.getpid()])
+        assert server.role == common_pb2.ROLE_UNSPECIFIED and not server.HasField("worker")
+
+
+async def test_loads_list_every_live_worker() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        await router.heartbeat(prefill, draining=True)
+        loads = await router.loads()
+        assert [(worker.info.worker.worker_id, worker.draining) for worker in loads.workers] == [
+            ("d0", False),
+            ("p0", True),
+        ]
+        assert loads.workers[0].info == decode.info
+        assert loads.workers[0].load.total_blocks == 128
+
+
+async def test_health_and_reflection_are_served() -> None:
+    async with router_bench() as router:
+        address = f"127.0.0.1:{router.server.port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for service in ("", SERVICE):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert SERVICE == "paceline.v1.Router"
+
+
+async def test_while_it_stops_requests_in_hand_end_and_new_ones_are_refused() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask()
+        call = await prefill.next_call()
+        stopping = asyncio.create_task(router.server._face.drain(grace_s=30.0))
+        await asyncio.sleep(0)
+        assert isinstance(await router.ask().error(), Draining)
+        await call.reply(ids_of("a"), finish=FinishReason.STOP)
+        await asking.finish()
+        await stopping
+
+
+async def test_what_outlives_the_grace_is_cut_off_with_a_reason() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask()
+        call = await decode.next_call()
+        await router.server._face.drain(grace_s=0.05)
+        assert isinstance(await asking.error(), Draining)
+        await call.seen_cancelled()
+
+
+async def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
+    first = RouterServer(CONFIG)
+    await first.start()
+    try:
+        broken = msgspec.structs.replace(CONFIG, port=first.port, model="/no/such/model")
+        with pytest.raises(AddressInUse, match=str(first.port)):
+            await RouterServer(broken).start()
+    finally:
+        await first.stop(grace_s=0)
+
+
+async def test_a_host_that_is_not_ours_is_a_startup_error() -> None:
+    with pytest.raises(StartupError, match="cannot listen on 203"):
+        await RouterServer(msgspec.structs.replace(CONFIG, host="203.0.113.7", port=7070)).start()
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_nothing_behind() -> None:
+    with pytest.raises(StartupError, match="no/such/model"):
+        await RouterServer(msgspec.structs.replace(CONFIG, model="/no/such/model")).start()
+    with pytest.raises(ConfigError, match="4096 is over the 2048 tokens"):
+        await RouterServer(msgspec.structs.replace(CONFIG, context_tokens=4_096)).start()
+
+
+async def test_metrics_are_served_and_name_no_text() -> None:
+    server = RouterServer(CONFIG)
+    await server.start()
+    try:
+        url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+    finally:
+        await server.stop(grace_s=0)
+    assert "paceline_router_queued_requests 0.0" in page
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_serving_cleanly(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = asyncio.Event()
+
+    class Started(RouterServer):
+        async def start(self) -> None:
+            await super().start()
+            started.set()
+
+    monkeypatch.setattr(router_server, "RouterServer", Started)
+    serving = asyncio.create_task(serve(CONFIG))
+    async with asyncio.timeout(20):
+        await started.wait()
+        os.kill(os.getpid(), number)
+        await serving

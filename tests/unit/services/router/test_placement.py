@@ -1,0 +1,156 @@
+"""Placement, a pure function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.services.router.placement import (
+    Ask,
+    Choice,
+    LocalPrefill,
+    LocalReason,
+    Policy,
+    WorkerView,
+    another_prefill,
+    least_loaded,
+)
+from paceline.types import Limits, Role, WorkerKey
+
+LIMITS = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100)
+ASK = Ask(prompt_tokens=100, max_tokens=61)  # ten blocks
+AUTO = Policy(prefill_slots=2)
+
+
+def worker(worker_id: str, role: Role, **facts: Any) -> WorkerView:
+    settings = {"fingerprint": b"f", "limits": LIMITS, "headroom_blocks": 50, **facts}
+    return WorkerView(key=WorkerKey(worker_id, 1), role=role, **settings)
+
+
+def p(worker_id: str = "p0", **facts: Any) -> WorkerView:
+    return worker(worker_id, Role.PREFILL, **facts)
+
+
+def d(worker_id: str = "d0", **facts: Any) -> WorkerView:
+    return worker(worker_id, Role.DECODE, **facts)
+
+
+def names(choice: Choice | None) -> tuple[str, str | None] | None:
+    if choice is None:
+        return None
+    return choice.decode.worker_id, None if choice.prefill is None else choice.prefill.worker_id
+
+
+def test_the_last_sampled_token_takes_no_room() -> None:
+    assert ASK.blocks == 10
+    assert Ask(prompt_tokens=16, max_tokens=1).blocks == 1
+    assert Ask(prompt_tokens=16, max_tokens=2).blocks == 2
+
+
+def test_the_prompt_goes_to_the_fewest_pending_tokens_and_the_most_headroom() -> None:
+    workers = [p("p0", pending_tokens=9), p("p1", pending_tokens=5), d("d0", headroom_blocks=20), d("d1")]
+    assert names(least_loaded(ASK, workers, AUTO)) == ("d1", "p1")
+
+
+def test_a_decode_worker_needs_room_for_the_whole_request() -> None:
+    assert least_loaded(ASK, [p(), d(headroom_blocks=9)], AUTO) is None
+    assert names(least_loaded(ASK, [p(), d(headroom_blocks=10)], AUTO)) == ("d0", "p0")
+
+
+@pytest.mark.parametrize("out", [{"alive": False}, {"rests": True}, {"headroom_blocks": 0}])
+def test_a_decode_worker_that_cannot_take_it_is_passed_over(out: dict[str, Any]) -> None:
+    assert names(least_loaded(ASK, [p(), d("d0", **out), d("d1", headroom_blocks=11)], AUTO)) == ("d1", "p0")
+    assert least_loaded(ASK, [p(), d("d0", **out)], AUTO) is None
+
+
+@pytest.mark.parametrize("busy", [{"rests": True}, {"claims": 2}])
+def test_where_prefill_workers_are_merely_busy_the_request_waits(busy: dict[str, Any]) -> None:
+    assert least_loaded(ASK, [p(**busy), d()], AUTO) is None
+    assert names(least_loaded(ASK, [p("p0", **busy), p("p1", pending_tokens=10**6), d()], AUTO)) == ("d0", "p1")
+
+
+SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
+SHORT = Limits(vocab_size=512, context_tokens=100, pool_blocks=100)
+
+
+@pytest.mark.parametrize("out", [{"alive": False}, {"fingerprint": b"other"}, {"limits": SMALL}, {"limits": SHORT}])
+def test_where_no_prefill_worker_can_ever_the_decode_worker_computes(out: dict[str, Any]) -> None:
+    choice = least_loaded(ASK, [p(**out), d()], AUTO)
+    assert choice == Choice(decode=WorkerKey("d0", 1), local_reason=LocalReason.NO_PREFILL_WORKER)
+    assert least_loaded(ASK, [p(**out), d()], Policy(local_prefill=LocalPrefill.NEVER)) is None
+
+
+def test_a_short_prompt_and_a_policy_stay_on_the_decode_worker() -> None:
+    short = least_loaded(ASK, [p(), d()], Policy(local_prefill_below=101))
+    assert short is not None and (short.prefill, short.local_reason) == (None, LocalReason.SHORT_PROMPT)
+    assert names(least_loaded(ASK, [p(), d()], Policy(local_prefill_below=100))) == ("d0", "p0")
+    always = least_loaded(ASK, [p(), d()], Policy(local_prefill=LocalPrefill.ALWAYS))
+    assert always is not None and (always.prefill, always.local_reason) == (None, LocalReason.POLICY)
+    never = Policy(local_prefill=LocalPrefill.NEVER, local_prefill_below=101)
+    assert names(least_loaded(ASK, [p(), d()], never)) == ("d0", "p0")
+
+
+def test_only_equal_fingerprints_are_paired() -> None:
+    workers = [p("p0", fingerprint=b"a"), p("p1", fingerprint=b"b", pending_tokens=9), d("d0", fingerprint=b"b")]
+    assert names(least_loaded(ASK, workers, AUTO)) == ("d0", "p1")
+
+
+def test_another_prefill_worker_matches_is_free_and_is_not_one_that_failed() -> None:
+    workers = [p("p0"), p("p1", fingerprint=b"b"), p("p2", claims=2), p("p3", pending_tokens=5), d()]
+    exclude = [WorkerKey("p0", 1)]
+    assert another_prefill(ASK, workers, AUTO, fingerprint=b"f", exclude=exclude) == WorkerKey("p3", 1)
+    exclude.append(WorkerKey("p3", 1))
+    assert another_prefill(ASK, workers, AUTO, fingerprint=b"f", exclude=exclude) is None
+
+
+VIEWS = st.builds(
+    WorkerView,
+    key=st.builds(WorkerKey, st.sampled_from("abcdefgh"), st.integers(1, 3)),
+    role=st.sampled_from(Role),
+    fingerprint=st.sampled_from([b"x", b"y"]),
+    limits=st.sampled_from([LIMITS, SMALL, SHORT]),
+    alive=st.booleans(),
+    rests=st.booleans(),
+    requests=st.integers(0, 5),
+    pending_tokens=st.integers(0, 1_000),
+    headroom_blocks=st.integers(0, 40),
+    claims=st.integers(0, 3),
+)
+POLICIES = st.builds(
+    Policy,
+    local_prefill=st.sampled_from(LocalPrefill),
+    local_prefill_below=st.integers(0, 300),
+    prefill_slots=st.integers(1, 3),
+)
+ASKS = st.builds(Ask, prompt_tokens=st.integers(1, 300), max_tokens=st.integers(1, 300))
+
+
+@given(ask=ASKS, workers=st.lists(VIEWS, max_size=8, unique_by=lambda view: view.key.worker_id), policy=POLICIES)
+def test_every_choice_is_one_that_its_workers_can_take(ask: Ask, workers: list[WorkerView], policy: Policy) -> None:
+    by_key = {view.key: view for view in workers}
+    choice = least_loaded(ask, workers, policy)
+    if choice is None:
+        able = [view for view in workers if view.role is Role.DECODE and view.alive and not view.rests]
+        assert policy.local_prefill is not LocalPrefill.ALWAYS or all(v.headroom_blocks < ask.blocks for v in able)
+        return
+    decode = by_key[choice.decode]
+    assert decode.role is Role.DECODE and decode.alive and not decode.rests
+    assert decode.headroom_blocks >= ask.blocks
+    assert (choice.prefill is None) == (choice.local_reason is not None)
+    if choice.prefill is None:
+        assert policy.local_prefill is not LocalPrefill.NEVER
+        return
+    prefill = by_key[choice.prefill]
+    assert prefill.role is Role.PREFILL and prefill.alive and not prefill.rests
+    assert prefill.fingerprint == decode.fingerprint
+    assert prefill.claims < policy.prefill_slots
+
+
+@given(ask=ASKS, workers=st.lists(VIEWS, max_size=8, unique_by=lambda view: view.key.worker_id), policy=POLICIES)
+def test_the_order_in_which_workers_are_listed_does_not_matter(
+    ask: Ask, workers: list[WorkerView], policy: Policy
+) -> None:
+    assert least_loaded(ask, workers, policy) == least_loaded(ask, workers[::-1], policy)
