@@ -43,8 +43,10 @@ class _Entry(Generic[B]):
 class Quarantine(Generic[B]):
     """The handles in quarantine, each released exactly once: when its entry is popped."""
 
-    def __init__(self, pool_blocks: int) -> None:
+    def __init__(self, pool_blocks: int, *, alarm_s: float = ALARM_S, drain_fraction: float = DRAIN_FRACTION) -> None:
         self._pool_blocks = pool_blocks
+        self._alarm_s = alarm_s
+        self._drain_fraction = drain_fraction
         self._entries: dict[QuarantineKey, _Entry[B]] = {}
         self._timers: Timers[QuarantineKey] = Timers()
         self._num_blocks = 0
@@ -70,7 +72,7 @@ class Quarantine(Generic[B]):
         self._entries[key] = _Entry(order.blocks, since=now)
         self._timers.set(key, now + ASK_AGAIN_S)
         self._num_blocks += len(order.blocks)
-        if self._draining or self._num_blocks <= DRAIN_FRACTION * self._pool_blocks:
+        if self._draining or self._num_blocks <= self._drain_fraction * self._pool_blocks:
             return []
         self._draining = True
         return [DrainAndRestart(self._num_blocks, self._pool_blocks)]
@@ -98,7 +100,7 @@ class Quarantine(Generic[B]):
         actions: list[AbortWriter | Alarm] = []
         for key in self._timers.pop_due(now):
             entry = self._entries[key]
-            alarm_at = entry.since + ALARM_S
+            alarm_at = entry.since + self._alarm_s
             actions.append(AbortWriter(key.reservation, key.attempt, key.writer))
             if not entry.alarmed and now >= alarm_at:
                 entry.alarmed = True

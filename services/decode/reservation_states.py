@@ -89,6 +89,17 @@ class Ignored(enum.Enum):
     ALREADY_LANDED = "already_landed"
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a reservation waits, in seconds."""
+
+    claim_s: float = CLAIM_S
+    silence_s: float = SILENCE_S
+
+
+PATIENT = Patience()
+
+
 @dataclass(frozen=True)
 class Reservation(Generic[B]):
     """One reservation between two events. `0 <= len(parts) <= total_parts`, with equality only once it has landed."""
@@ -98,6 +109,7 @@ class Reservation(Generic[B]):
     attempt: int
     blocks: B | None  # None where the engine has them
     deadline: float | None  # monotonic seconds; None where the engine drives it on
+    patience: Patience = PATIENT
     writer: WorkerKey | None = None
     writer_terminal: bool = False  # the writer has said that it will not write any more
     retry_cause: RetryCause | None = None  # why the last attempt was given up
@@ -123,9 +135,10 @@ class Step(Generic[B]):
 TableEvent: TypeAlias = ReservationEvent | TimedOut | NewBlocks[B] | WriterProvenDead
 
 
-def reserved(reservation: ReservationId, blocks: B, now: float) -> Reservation[B]:
+def reserved(reservation: ReservationId, blocks: B, now: float, patience: Patience) -> Reservation[B]:
     """The first row: a request that fits is RESERVED(1)."""
-    return Reservation(reservation, State.RESERVED, attempt=1, blocks=blocks, deadline=now + CLAIM_S)
+    deadline = now + patience.claim_s
+    return Reservation(reservation, State.RESERVED, attempt=1, blocks=blocks, deadline=deadline, patience=patience)
 
 
 def decide(r: Reservation[B], event: TableEvent[B], now: float) -> Step[B]:
@@ -202,7 +215,7 @@ def _unfit(r: Reservation[B], event: TableEvent[B]) -> Step[B] | None:
 
 
 def _fill(r: Reservation[B], writer: WorkerKey, now: float) -> Step[B]:
-    after = replace(r, state=State.FILLING, writer=writer, deadline=now + SILENCE_S)
+    after = replace(r, state=State.FILLING, writer=writer, deadline=now + r.patience.silence_s)
     return Step(after, (_grant(after, writer),))
 
 
@@ -234,7 +247,7 @@ def _take(r: Reservation[B], part: Part, now: float) -> Step[B]:
     if contradictory or (total is not None and max(parts) >= total):
         return Step(r, ignored=Ignored.CONTRADICTORY_PART)
     first_tokens = part.first_tokens if part.last else r.first_tokens
-    after = replace(r, parts=parts, total_parts=total, first_tokens=first_tokens, deadline=now + SILENCE_S)
+    after = replace(r, parts=parts, total_parts=total, first_tokens=first_tokens, deadline=now + r.patience.silence_s)
     if len(parts) != total:
         return Step(after)
     assert r.blocks is not None, "a reservation that is written to has its blocks"
@@ -267,7 +280,8 @@ def _retry(r: Reservation[B], cause: RetryCause, now: float, to: Target = Target
         State.LOCAL if local else State.RESERVED,
         attempt=r.attempt if local else r.attempt + 1,
         blocks=None,
-        deadline=None if local else now + CLAIM_S,
+        deadline=None if local else now + r.patience.claim_s,
+        patience=r.patience,
         retry_cause=cause,
     )
     if r.may_be_written:

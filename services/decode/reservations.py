@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic
 
 from paceline.errors import InvalidRequest, StaleEpoch, UnknownReservation, quote
-from paceline.services.decode.quarantine import Quarantine, QuarantineKey
+from paceline.services.decode.quarantine import ALARM_S, DRAIN_FRACTION, Quarantine, QuarantineKey
 from paceline.services.decode.reservation_actions import (
     Action,
     End,
@@ -40,7 +40,9 @@ from paceline.services.decode.reservation_events import (
     WriterTerminal,
 )
 from paceline.services.decode.reservation_states import (
+    PATIENT,
     Ignored,
+    Patience,
     Reservation,
     State,
     Step,
@@ -58,11 +60,20 @@ class Reservations(Generic[B]):
     `allocate` gives blocks for another attempt of a reservation, or None where the pool has no room.
     """
 
-    def __init__(self, *, pool_blocks: int, allocate: Callable[[ReservationId], B | None]) -> None:
+    def __init__(
+        self,
+        *,
+        pool_blocks: int,
+        allocate: Callable[[ReservationId], B | None],
+        patience: Patience = PATIENT,
+        alarm_s: float = ALARM_S,
+        drain_fraction: float = DRAIN_FRACTION,
+    ) -> None:
         self._allocate = allocate
         self._live: dict[ReservationId, Reservation[B]] = {}
         self._timers: Timers[ReservationId] = Timers()
-        self._quarantine: Quarantine[B] = Quarantine(pool_blocks)
+        self._quarantine: Quarantine[B] = Quarantine(pool_blocks, alarm_s=alarm_s, drain_fraction=drain_fraction)
+        self._patience = patience
         self._oldest_epoch: dict[str, int] = {}  # by worker id: every earlier life is proven dead
         self.created = 0
         self.ended: Counter[EndCause] = Counter()
@@ -105,11 +116,13 @@ class Reservations(Generic[B]):
 
         Raises `InvalidRequest` where the id is in use; the handle then stays with the caller.
         """
-        self._admit(reserved(reservation, blocks, now))
+        self._admit(reserved(reservation, blocks, now, self._patience))
 
     def create_local(self, reservation: ReservationId, blocks: B) -> list[Action[B]]:
         """LOCAL from the start, for a prompt that no prefill worker is to compute. Raises as `create` does."""
-        self._admit(Reservation(reservation, State.LOCAL, attempt=1, blocks=None, deadline=None))
+        self._admit(
+            Reservation(reservation, State.LOCAL, attempt=1, blocks=None, deadline=None, patience=self._patience)
+        )
         return [StartLocalPrefill(reservation, blocks)]
 
     def handle(self, event: Event, now: float) -> list[Action[B]]:

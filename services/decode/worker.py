@@ -68,7 +68,7 @@ from paceline.services.decode.reservation_events import (
     WriterReplaced,
     WriterTerminal,
 )
-from paceline.services.decode.reservation_states import State
+from paceline.services.decode.reservation_states import Patience, State
 from paceline.services.decode.reservations import Reservations
 from paceline.services.worker.host import Host
 from paceline.services.worker.loop import CommandLink, EngineLoop, main
@@ -121,6 +121,9 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         self._reservations: Reservations[BlockLease] = Reservations(
             pool_blocks=host.engine.pool.total,
             allocate=self._lease,
+            patience=Patience(config.claim_timeout_s, config.silence_timeout_s),
+            alarm_s=config.quarantine_alarm_s,
+            drain_fraction=config.quarantine_limit,
         )
         self._ignored: Counter[str] = Counter()
 
