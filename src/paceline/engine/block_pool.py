@@ -44,6 +44,10 @@ class BlockLease:
         self._blocks = blocks
         self._promised = promised
 
+    def __len__(self) -> int:
+        """Blocks held now."""
+        return len(self._blocks)
+
     @property
     def blocks(self) -> list[int]:
         """Ids of the blocks held now. Read it, never change it; it grows in place by `extend`."""
