@@ -6,7 +6,16 @@ from typing import Final
 
 import msgspec
 
-from paceline.errors import Draining, EngineLost, PacelineError, RequestCancelled, StaleEpoch, WorkerLost
+from paceline.errors import (
+    Draining,
+    EngineLost,
+    FingerprintMismatch,
+    PacelineError,
+    RequestCancelled,
+    SlowTransport,
+    StaleEpoch,
+    WorkerLost,
+)
 from paceline.services.router.calls import (
     DecodeEvent,
     DecodeFinished,
@@ -18,6 +27,10 @@ from paceline.types import FinishReason, WorkerKey
 
 LOST: Final = (WorkerLost, EngineLost, StaleEpoch, Draining, RequestCancelled)
 """What says of a worker that it will not go on, and nothing of the request. (Nobody here cancels and still listens.)"""
+
+
+UNFIT: Final = (FingerprintMismatch, SlowTransport)
+"""What says that a prefill worker cannot write to this decode worker, now or later."""
 
 
 class PrefillReplied(msgspec.Struct, frozen=True):
@@ -59,6 +72,12 @@ class Record(msgspec.Struct, kw_only=True):
     prefill_worker: WorkerKey | None = None
     decode_worker: WorkerKey | None = None
     attempts: int = 1
+
+    def note(self, reply: PrefillReply) -> None:
+        """Takes in what the prefill worker says of its part."""
+        self.prefill_s = reply.duration_s
+        self.cached_tokens = reply.cached_tokens
+        self.transfer = reply.transfer
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,13 +106,13 @@ class Fleet:
         choice = self._placement(ask, self.registry.views(now=self.now), self.policy)
         return None if choice is None else self._claim(choice, ask)
 
-    def claim_prefill(self, ask: Ask, decode: WorkerInfo, *, exclude: Iterable[WorkerKey]) -> Claim | None:
+    def claim_prefill(self, ask: Ask, decode: Registered, *, exclude: Iterable[WorkerKey]) -> Claim | None:
         """Claims a prefill worker that can take a prompt over for `decode`, or None."""
         key = self._another_prefill(ask, decode, exclude)
         worker = None if key is None else self.registry.get(key)
-        return None if worker is None else Claim(worker, tokens=ask.prompt_tokens, blocks=0)
+        return None if worker is None else _claim_prompt(worker, ask)
 
-    def has_prefill(self, ask: Ask, decode: WorkerInfo, *, exclude: Iterable[WorkerKey]) -> bool:
+    def has_prefill(self, ask: Ask, decode: Registered, *, exclude: Iterable[WorkerKey]) -> bool:
         """True where `claim_prefill` would find one now."""
         return self._another_prefill(ask, decode, exclude) is not None
 
@@ -143,6 +143,11 @@ class Fleet:
                 self.registry.drains(key)
             case _:
                 self.registry.suspect(key)
+
+    def unfit(self, prefill: WorkerKey, decode: WorkerKey) -> None:
+        """Never pairs two workers again in these lives of theirs."""
+        _log.error("workers cannot be paired", prefill=str(prefill), decode=str(decode))
+        self.registry.unfit(prefill, decode)
 
     # ---- what is known of them ---------------------------------------------------------------------------------------
 
@@ -182,9 +187,9 @@ class Fleet:
         """Counts a prompt that is computed elsewhere than planned or preferred."""
         self._metrics.fallbacks.labels(reason).inc()
 
-    def _another_prefill(self, ask: Ask, decode: WorkerInfo, exclude: Iterable[WorkerKey]) -> WorkerKey | None:
+    def _another_prefill(self, ask: Ask, decode: Registered, exclude: Iterable[WorkerKey]) -> WorkerKey | None:
         views = self.registry.views(now=self.now)
-        return another_prefill(ask, views, self.policy, fingerprint=decode.fingerprint, exclude=exclude)
+        return another_prefill(ask, views, self.policy, decode=decode.view(now=self.now), exclude=exclude)
 
     def _claim(self, choice: Choice, ask: Ask) -> Placed:
         decode = self.registry.get(choice.decode)
@@ -192,7 +197,7 @@ class Fleet:
         assert decode is not None, f"placement chose {choice.decode}, which is not registered"
         return Placed(
             decode=Claim(decode, tokens=ask.prompt_tokens, blocks=ask.blocks),
-            prefill=None if prefill is None else Claim(prefill, tokens=ask.prompt_tokens, blocks=0),
+            prefill=None if prefill is None else _claim_prompt(prefill, ask),
             local_reason=choice.local_reason,
         )
 
@@ -205,3 +210,7 @@ class Fleet:
         for role in Role:
             live = sum(worker.info.role is role for worker in self.registry)
             self._metrics.workers.labels(role.value).set(live)
+
+
+def _claim_prompt(worker: Registered, ask: Ask) -> Claim:
+    return Claim(worker, tokens=ask.prompt_tokens, blocks=ask.prompt_blocks)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Final
 
 from paceline.errors import (
     AlreadyLanded,
@@ -45,6 +45,7 @@ from paceline.services.router.calls import (
 )
 from paceline.services.router.events import (
     LOST,
+    UNFIT,
     Again,
     DecodeFailed,
     Ended,
@@ -60,6 +61,9 @@ from paceline.services.router.registry import Claim
 from paceline.types import FinishReason, WorkerKey
 
 _log = get_logger(__name__)
+
+_REPLY_S: Final = 0.25
+"""Bound on the wait for a prefill worker's reply after the answer's end."""
 
 
 class Leg:
@@ -94,7 +98,7 @@ class Leg:
         self._prefill: Claim | None = placed.prefill  # whose call is, or is about to be, in flight
         self._prefill_call: PrefillCall | None = None
         self._prefill_task: asyncio.Task[None] | None = None
-        self._failed: list[WorkerKey] = []  # prefill workers, the latest last
+        self._failed: set[WorkerKey] = set()
 
     async def run(self) -> Ended | Again:
         """Goes the leg. Raises the PacelineError that the client is to see."""
@@ -106,6 +110,7 @@ class Leg:
             while True:
                 end = self._handle(await self._inbox.get())
                 if end is not None:
+                    await self._hear_prefill_out()
                     return end
         finally:
             await self._stop()
@@ -181,10 +186,7 @@ class Leg:
         if event.attempt != self._attempt or self._prefill is None:
             return None  # of an attempt that was given up meanwhile
         reply = event.reply
-        self._record.prefill_s = reply.duration_s
-        self._record.cached_tokens = reply.cached_tokens
-        self._record.transfer = reply.transfer
-        self._record.prefill_worker = self._prefill.key
+        self._record.note(reply)
         self._fleet.report(self._prefill.key, reply.load)
         self._end_prefill()
         stopped = self._on_tokens(0, reply.tokens)
@@ -201,9 +203,11 @@ class Leg:
         self._end_prefill()
         if isinstance(error, (InvalidRequest, DeadlineExceeded)):
             raise error
-        if isinstance(error, (Overloaded, *LOST)) and not isinstance(error, RequestCancelled):
+        if isinstance(error, UNFIT):
+            self._fleet.unfit(worker, self._decode.key)
+        elif isinstance(error, (Overloaded, *LOST)) and not isinstance(error, RequestCancelled):
             self._fleet.failed(worker, error)
-        self._failed.append(worker)
+        self._failed.add(worker)
         if isinstance(error, Overloaded) and self._attempt == 1 and not self._delivered():
             return Again(error=error, refused=True)
         if self._reserved:
@@ -218,8 +222,6 @@ class Leg:
             self._next_attempt(outcome.attempt)
         elif outcome.local:
             self._go_local("prefill_failed")
-        elif outcome.landed and self._failed:
-            self._record.prefill_worker = self._failed[-1]  # it did its work, and fell silent after it
 
     def _on_retarget_failed(self, error: PacelineError) -> Again | None:
         if isinstance(error, (WrongAttempt, UnknownReservation, AlreadyLanded)):
@@ -231,12 +233,12 @@ class Leg:
     def _next_attempt(self, attempt: int) -> None:
         """Hands the next attempt to another prefill worker; to the same one where it did not fail; else to D itself."""
         if self._prefill is not None:  # silent, or its write failed: any other one is better
-            self._failed.append(self._prefill.key)
+            self._failed.add(self._prefill.key)
             self._end_prefill()
         self._attempt = attempt
         self._record.attempts = attempt
-        claim = self._fleet.claim_prefill(self._ask, self._decode.worker.info, exclude=self._failed)
-        claim = claim or self._fleet.claim_prefill(self._ask, self._decode.worker.info, exclude=())
+        claim = self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=self._failed)
+        claim = claim or self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=())
         if claim is None:
             self._retarget(local=True)
         else:
@@ -254,7 +256,7 @@ class Leg:
 
     def _ask_retarget(self, error: PacelineError) -> None:
         """Asks the decode worker to give the attempt up: for another prefill worker once, then for itself."""
-        free = self._attempt == 1 and self._fleet.has_prefill(self._ask, self._decode.worker.info, exclude=self._failed)
+        free = self._attempt == 1 and self._fleet.has_prefill(self._ask, self._decode.worker, exclude=self._failed)
         if not free and self._fleet.policy.local_prefill is LocalPrefill.NEVER:
             raise error
         self._retarget(local=not free)
@@ -264,6 +266,7 @@ class Leg:
 
     def _start_prefill(self) -> None:
         assert self._prefill is not None, "a prefill worker is claimed before it is called"
+        self._record.prefill_worker = self._prefill.key
         self._prefill_task = self._start(self._call_prefill(self._prefill, self._attempt))
 
     def _end_prefill(self) -> None:
@@ -275,6 +278,16 @@ class Leg:
         if self._prefill is not None:
             self._fleet.release(self._prefill)
         self._prefill = self._prefill_call = self._prefill_task = None
+
+    async def _hear_prefill_out(self) -> None:
+        """A short answer may end a moment before the prefill worker's reply is here, with what it alone knows."""
+        if self._prefill_task is None or self._local:
+            return
+        await asyncio.wait({self._prefill_task}, timeout=_REPLY_S)
+        while not self._inbox.empty():
+            event = self._inbox.get_nowait()
+            if isinstance(event, PrefillReplied) and event.attempt == self._attempt:
+                self._record.note(event.reply)
 
     async def _stop(self) -> None:
         if self._stream is not None:

@@ -51,6 +51,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks on the decode worker to the request's end. The last sampled token's KV is never stored."""
         return blocks_for(self.prompt_tokens + self.max_tokens - 1)
 
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks on the prefill worker, until they are handed over."""
+        return blocks_for(self.prompt_tokens)
+
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker, as placement sees it. What the router handed out since the last report is included."""
@@ -65,6 +70,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int = 0  # prompt tokens accepted and not computed
     headroom_blocks: int = 0
     claims: int = 0  # requests of this router in its hands
+    unfit: frozenset[WorkerKey] = frozenset()  # decode workers that a prefill worker turned out unable to write to
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,30 +100,23 @@ def least_loaded(ask: Ask, workers: Sequence[WorkerView], policy: Policy) -> Cho
         return Choice(decode=decodes[0].key, local_reason=LocalReason.POLICY)
     if policy.local_prefill is LocalPrefill.AUTO and ask.prompt_tokens < policy.local_prefill_below:
         return Choice(decode=decodes[0].key, local_reason=LocalReason.SHORT_PROMPT)
-    matching = {worker.fingerprint for worker in decodes}
-    able = [worker for worker in workers if _able(worker, ask) and worker.fingerprint in matching]
-    best = _idlest(able, policy)
+    able = [worker for worker in workers if _able(worker, ask) and any(_pair(worker, decode) for decode in decodes)]
+    best = _idlest(able, ask, policy)
     if best is not None:
-        decode = next(worker for worker in decodes if worker.fingerprint == best.fingerprint)
-        return Choice(decode=decode.key, prefill=best.key)
-    served = {worker.fingerprint for worker in able}
-    orphans = [worker for worker in decodes if worker.fingerprint not in served]
+        return Choice(decode=next(decode.key for decode in decodes if _pair(best, decode)), prefill=best.key)
+    orphans = [decode for decode in decodes if not any(_pair(worker, decode) for worker in able)]
     if orphans and policy.local_prefill is LocalPrefill.AUTO:
         return Choice(decode=orphans[0].key, local_reason=LocalReason.NO_PREFILL_WORKER)
     return None
 
 
 def another_prefill(
-    ask: Ask, workers: Sequence[WorkerView], policy: Policy, *, fingerprint: bytes, exclude: Iterable[WorkerKey]
+    ask: Ask, workers: Sequence[WorkerView], policy: Policy, *, decode: WorkerView, exclude: Iterable[WorkerKey]
 ) -> WorkerKey | None:
-    """The prefill worker to take a prompt over for a decode worker of `fingerprint`, or None where none is free."""
+    """The prefill worker to take a prompt over for `decode`, or None where none is free."""
     excluded = frozenset(exclude)
-    able = [
-        worker
-        for worker in workers
-        if _able(worker, ask) and worker.fingerprint == fingerprint and worker.key not in excluded
-    ]
-    best = _idlest(able, policy)
+    able = [worker for worker in workers if _able(worker, ask) and _pair(worker, decode) and worker.key not in excluded]
+    best = _idlest(able, ask, policy)
     return None if best is None else best.key
 
 
@@ -125,16 +124,24 @@ def _takes(worker: WorkerView, role: Role) -> bool:
     return worker.role is role and worker.alive and not worker.rests
 
 
+def _pair(prefill: WorkerView, decode: WorkerView) -> bool:
+    return prefill.fingerprint == decode.fingerprint and decode.key not in prefill.unfit
+
+
 def _able(worker: WorkerView, ask: Ask) -> bool:
     """Alive, and large enough for the prompt; it may be busy."""
     return (
         worker.role is Role.PREFILL
         and worker.alive
-        and blocks_for(ask.prompt_tokens) <= worker.limits.pool_blocks
-        and ask.prompt_tokens < worker.limits.context_tokens  # the first answer's token is in the context too
+        and ask.prompt_blocks <= worker.limits.pool_blocks
+        and ask.prompt_tokens < worker.limits.context_tokens  # the answer's first token is in the context too
     )
 
 
-def _idlest(able: Sequence[WorkerView], policy: Policy) -> WorkerView | None:
-    free = (worker for worker in able if not worker.rests and worker.claims < policy.prefill_slots)
+def _idlest(able: Sequence[WorkerView], ask: Ask, policy: Policy) -> WorkerView | None:
+    free = (
+        worker
+        for worker in able
+        if not worker.rests and worker.claims < policy.prefill_slots and worker.headroom_blocks >= ask.prompt_blocks
+    )
     return min(free, key=lambda worker: (worker.pending_tokens, worker.claims, worker.key), default=None)

@@ -42,6 +42,7 @@ class Registered:
         self.suspect = False
         self.rests_until = -math.inf
         self.claims: set[Claim] = set()
+        self.unfit: set[WorkerKey] = set()  # decode workers that this prefill worker cannot write to
 
     def credit(self, blocks: int) -> None:
         """Takes blocks off the last reported load."""
@@ -62,6 +63,7 @@ class Registered:
             pending_tokens=self.load.pending_prompt_tokens + sum(claim.tokens for claim in unseen),
             headroom_blocks=max(0, self.load.headroom_blocks - sum(claim.blocks for claim in unseen)),
             claims=len(self.claims),
+            unfit=frozenset(self.unfit),
         )
 
 
@@ -164,6 +166,12 @@ class Registry:
         worker = self.get(key)
         if worker is not None:
             worker.rests_until = until
+
+    def unfit(self, prefill: WorkerKey, decode: WorkerKey) -> None:
+        """Notes that one cannot write to the other: their pools differ, or the way between them is too slow."""
+        worker = self.get(prefill)
+        if worker is not None:
+            worker.unfit.add(decode)
 
     def expire(self, *, now: float) -> list[WorkerInfo]:
         """Drops the workers whose lease has ended, and returns them."""

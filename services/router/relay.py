@@ -104,11 +104,14 @@ class Relay:
 
     async def run(self) -> Summary:
         """Serves the request to its last piece. Raises what the client is to be told instead."""
-        outcome = "cancelled"
+        outcome = "internal"  # for what is no PacelineError
         try:
             summary = await self._run()
             outcome = summary.reason.value
             return summary
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
         except PacelineError as error:
             outcome = error.reason.lower()
             _log.info("request failed", reason=error.reason, error=error.message, tokens_sent=self._answer.num_tokens)

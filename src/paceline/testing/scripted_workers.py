@@ -49,9 +49,10 @@ class _Call:
 class PrefillCall(_Call):
     """A Prefill call."""
 
-    def __init__(self, request: prefill_pb2.PrefillRequest) -> None:
+    def __init__(self, request: prefill_pb2.PrefillRequest, load: WorkerLoad) -> None:
         super().__init__()
         self.request = request
+        self._load = load
 
     async def reply(self, tokens: list[int], *, finish: FinishReason | None = None) -> None:
         """Ends the call with the first tokens."""
@@ -61,7 +62,7 @@ class PrefillCall(_Call):
                 finish=wire.finish_to_proto(finish),
                 duration=wire.duration(0.25),
                 transfer=common_pb2.Transfer(blocks=2, bytes=200, parts=1, parts_before_last_chunk=1),
-                load=wire.load_to_proto(WorkerLoad()),
+                load=wire.load_to_proto(self._load),
             )
         )
 
@@ -205,7 +206,7 @@ class ScriptedPrefill(_Worker, prefill_pb2_grpc.PrefillServicer):
         """Hands the call to the test."""
         async with wire.answering_errors(context):
             self._admit(request.epoch)
-        call = PrefillCall(request)
+        call = PrefillCall(request, self.load)
         self._calls.put_nowait(call)
         return await call.run(context)
 

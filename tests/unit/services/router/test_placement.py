@@ -66,7 +66,7 @@ def test_a_decode_worker_that_cannot_take_it_is_passed_over(out: dict[str, Any])
     assert least_loaded(ASK, [p(), d("d0", **out)], AUTO) is None
 
 
-@pytest.mark.parametrize("busy", [{"rests": True}, {"claims": 2}])
+@pytest.mark.parametrize("busy", [{"rests": True}, {"claims": 2}, {"headroom_blocks": 6}])
 def test_where_prefill_workers_are_merely_busy_the_request_waits(busy: dict[str, Any]) -> None:
     assert least_loaded(ASK, [p(**busy), d()], AUTO) is None
     assert names(least_loaded(ASK, [p("p0", **busy), p("p1", pending_tokens=10**6), d()], AUTO)) == ("d0", "p1")
@@ -74,9 +74,16 @@ def test_where_prefill_workers_are_merely_busy_the_request_waits(busy: dict[str,
 
 SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
 SHORT = Limits(vocab_size=512, context_tokens=100, pool_blocks=100)
+OUT: list[dict[str, Any]] = [
+    {"alive": False},
+    {"fingerprint": b"other"},
+    {"unfit": frozenset({WorkerKey("d0", 1)})},
+    {"limits": SMALL},
+    {"limits": SHORT},
+]
 
 
-@pytest.mark.parametrize("out", [{"alive": False}, {"fingerprint": b"other"}, {"limits": SMALL}, {"limits": SHORT}])
+@pytest.mark.parametrize("out", OUT)
 def test_where_no_prefill_worker_can_ever_the_decode_worker_computes(out: dict[str, Any]) -> None:
     choice = least_loaded(ASK, [p(**out), d()], AUTO)
     assert choice == Choice(decode=WorkerKey("d0", 1), local_reason=LocalReason.NO_PREFILL_WORKER)
@@ -99,11 +106,19 @@ def test_only_equal_fingerprints_are_paired() -> None:
 
 
 def test_another_prefill_worker_matches_is_free_and_is_not_one_that_failed() -> None:
-    workers = [p("p0"), p("p1", fingerprint=b"b"), p("p2", claims=2), p("p3", pending_tokens=5), d()]
+    unfit = frozenset({WorkerKey("d0", 1)})
+    workers = [p("p0"), p("p1", fingerprint=b"b"), p("p2", claims=2), p("p3", pending_tokens=5), p("p4", unfit=unfit)]
     exclude = [WorkerKey("p0", 1)]
-    assert another_prefill(ASK, workers, AUTO, fingerprint=b"f", exclude=exclude) == WorkerKey("p3", 1)
+    assert another_prefill(ASK, workers, AUTO, decode=d(), exclude=exclude) == WorkerKey("p3", 1)
     exclude.append(WorkerKey("p3", 1))
-    assert another_prefill(ASK, workers, AUTO, fingerprint=b"f", exclude=exclude) is None
+    assert another_prefill(ASK, workers, AUTO, decode=d(), exclude=exclude) is None
+
+
+def test_a_pair_that_turned_out_unfit_is_not_made_again() -> None:
+    unfit = frozenset({WorkerKey("d0", 1)})
+    workers = [p("p0", unfit=unfit), p("p1", pending_tokens=99), d("d0"), d("d1", headroom_blocks=11)]
+    assert names(least_loaded(ASK, workers, AUTO)) == ("d1", "p0")
+    assert names(least_loaded(ASK, [workers[0], workers[2]], AUTO)) == ("d0", None)
 
 
 VIEWS = st.builds(
@@ -118,6 +133,7 @@ VIEWS = st.builds(
     pending_tokens=st.integers(0, 1_000),
     headroom_blocks=st.integers(0, 40),
     claims=st.integers(0, 3),
+    unfit=st.frozensets(st.builds(WorkerKey, st.sampled_from("abcdefgh"), st.integers(1, 3)), max_size=3),
 )
 POLICIES = st.builds(
     Policy,
@@ -145,7 +161,8 @@ def test_every_choice_is_one_that_its_workers_can_take(ask: Ask, workers: list[W
         return
     prefill = by_key[choice.prefill]
     assert prefill.role is Role.PREFILL and prefill.alive and not prefill.rests
-    assert prefill.fingerprint == decode.fingerprint
+    assert prefill.fingerprint == decode.fingerprint and decode.key not in prefill.unfit
+    assert prefill.headroom_blocks >= ask.prompt_blocks
     assert prefill.claims < policy.prefill_slots
 
 

@@ -133,12 +133,12 @@ def test_a_prefill_workers_report_takes_in_what_was_sent_before_it() -> None:
     registry = Registry(lease_s=LEASE_S)
     prefill = info("p0", role=Role.PREFILL)
     registry.register(prefill, load(pending=100), now=0.0)
-    Claim(registered(registry, prefill.key), tokens=10, blocks=0)
+    Claim(registered(registry, prefill.key), tokens=10, blocks=1)
     [view] = registry.views(now=0.0)
-    assert (view.pending_tokens, view.claims) == (110, 1)
+    assert (view.pending_tokens, view.headroom_blocks, view.claims) == (110, 99, 1)
     registry.report(prefill.key, load(pending=60))
     [view] = registry.views(now=0.0)
-    assert (view.pending_tokens, view.claims) == (60, 1)  # the slot stays taken
+    assert (view.pending_tokens, view.headroom_blocks, view.claims) == (60, 100, 1)  # the slot stays taken
 
 
 def test_a_claim_is_released_once() -> None:
@@ -197,5 +197,6 @@ def test_news_of_unknown_workers_is_ignored() -> None:
     registry.report(gone, load())
     registry.suspect(gone)
     registry.drains(gone)
+    registry.unfit(gone, gone)
     registry.rest(gone, until=1.0)
     assert list(registry) == []

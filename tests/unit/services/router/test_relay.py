@@ -19,12 +19,14 @@ from paceline.errors import (
     Overloaded,
     PromptTooLong,
     RequestCancelled,
+    SlowTransport,
     StaleEpoch,
     TransferFailed,
     WorkerLost,
     WrongAttempt,
 )
 from paceline.protos import common_pb2, decode_pb2
+from paceline.services.router import leg
 from paceline.testing.router_bench import RouterBench, ids_of, router_bench
 from paceline.testing.scripted_workers import (
     OnRetarget,
@@ -327,6 +329,38 @@ async def test_without_another_prefill_worker_the_decode_worker_computes(cluster
     assert asking.text == "ab"
     assert finish.prompt_tokens_computed_on_decode == 5
     assert not finish.HasField("prefill_worker")
+
+
+async def test_a_pair_that_cannot_speak_is_not_made_again(cluster: Clusters) -> None:
+    c = await cluster()
+    for _ in range(2):
+        asking = c.router.ask()
+        decode = await c.decode.next_call()
+        if not decode.request.local:
+            await (await c.prefill.next_call()).fail(SlowTransport("3 MB/s, under the floor of 100 MB/s"))
+        await decode.reserve()
+        await decode.tokens(0, ids_of("a"))
+        await decode.finish()
+        await asking.finish()
+    assert decode.request.local and c.prefill.idle
+
+
+async def test_the_prefill_workers_reply_may_come_after_the_end(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leg, "_REPLY_S", 10.0)
+    c = await cluster()
+    asking = c.router.ask()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
+    await decode.tokens(0, ids_of("a"))
+    await decode.finish()
+    await asking.piece()
+    await prefill.reply(ids_of("a"))
+    finish = await asking.finish()
+    assert (asking.text, finish.prefill_worker.worker_id) == ("a", "p0")
+    assert finish.transfer.parts_before_last_chunk == 1
+    assert not prefill.cancelled.is_set()
 
 
 async def test_where_local_prefill_is_never_a_failed_prefill_fails_the_request(cluster: Clusters) -> None:
