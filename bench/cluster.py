@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +49,7 @@ class Cluster:
         self.prefill, self.decode, self.ready_s = prefill, decode, ready_s
         self.router = f"{HOST}:{free_port()}"
         command = Path(sys.executable).parent / "paceline" if paceline is None else paceline
+        self._metrics_base = free_run(1 + prefill + decode)
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-cluster-")
         self.run_dir = Path(self._folder.name) / "run"
         self.log_path = Path(self._folder.name) / "log"
@@ -59,6 +61,7 @@ class Cluster:
             f"--decode={decode}",
             "--prefill-port=0",
             "--decode-port=0",
+            f"--metrics-port={self._metrics_base}",
             f"--run-dir={self.run_dir}",
             *flags,
         ]
@@ -76,6 +79,15 @@ class Cluster:
     def client(self) -> Client:
         """A client of the router, to be closed by the caller."""
         return Client(self.router)
+
+    def metrics(self, role: str) -> dict[str, float]:
+        """What `router`, `prefill-0`, `decode-0`, ... counts now, by sample, as in `name{label="value"}`."""
+        roles = ["router", *(f"prefill-{i}" for i in range(self.prefill)), *(f"decode-{i}" for i in range(self.decode))]
+        url = f"http://{HOST}:{self._metrics_base + roles.index(role)}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
 
     def start(self) -> Cluster:
         """Starts it and waits until the router serves and every worker is registered. Raises ClusterFailed."""
@@ -140,6 +152,16 @@ class Cluster:
 
 def free_port() -> int:
     """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    return free_run(1)
+
+
+def free_run(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on right now."""
+    while True:
+        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind((HOST, 0))
+            port = int(first.getsockname()[1])
+            for following in range(port + 1, port + count):
+                stack.enter_context(socket.socket()).bind((HOST, following))
+            return port

@@ -72,7 +72,8 @@ class Report:
         if not isinstance(error, Exception):
             return False
         traceback.print_exception(error)
-        self.fail("the check itself", f"{type(error).__name__}: {error}")
+        # Its first line: the traceback above has the rest, which may be the log of a cluster.
+        self.fail("the check itself", f"{type(error).__name__}: {error}".partition("\n")[0])
         return True
 
     @property
@@ -100,7 +101,7 @@ class Report:
         if isinstance(measured, float):
             measured = float(f"{measured:.6g}")
         value = f"{_shown(measured)} {unit}" if unit else measured
-        self._rows.append(Row(name, value, f"{limit} {unit}".strip(), ok))
+        self._rows.append(Row(name, value, f"{limit} {unit}".strip() if limit else "", ok))
         return bool(ok)
 
     def _document(self) -> dict[str, object]:
