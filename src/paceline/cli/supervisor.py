@@ -8,6 +8,7 @@ answers which are under way still reach their clients.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -73,9 +74,15 @@ class _Role:
         self.policy = policy
         self.child: Child | None = None
         self.has_served = False
+        self.was_asked_to_stop = False
         self.last_status: int | None = None
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.over = asyncio.Event()
+
+    @property
+    def ended_well(self) -> bool:
+        # A process that is still starting has no handler for SIGTERM yet.
+        return self.last_status == 0 or (not self.has_served and self.last_status == -signal.SIGTERM)
 
 
 class Supervisor:
@@ -132,6 +139,11 @@ class Supervisor:
         """Exit status of the role's last life that has ended, negative for a signal."""
         return self._roles[name].last_status
 
+    @property
+    def unclean(self) -> tuple[str, ...]:
+        """Roles that were running when all was stopped and did not exit with 0. For after `run`."""
+        return tuple(name for name, role in self._roles.items() if role.was_asked_to_stop and not role.ended_well)
+
     async def _keep(self, role: _Role) -> None:
         try:
             while not self._stopping.is_set():
@@ -176,6 +188,7 @@ class Supervisor:
 
     async def _stop_role(self, role: _Role) -> None:
         if role.child is not None:
+            role.was_asked_to_stop = True
             role.child.terminate()
         over = asyncio.create_task(role.over.wait())
         killing = asyncio.create_task(self._killing.wait())

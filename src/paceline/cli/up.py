@@ -69,12 +69,9 @@ class _Up:
         if failure is not None:
             self._screen.failed(failure)
             return 2 if failure.cannot_start else 1
-        unclean = [role.name for role in self._plan.roles if supervisor.last_status(role.name) not in (0, None)]
-        if self._late:
-            return 1
-        if unclean:
-            print_error(f"did not stop cleanly: {', '.join(unclean)}")
-        return 1 if unclean else 0
+        if supervisor.unclean:
+            print_error(f"did not stop cleanly: {', '.join(supervisor.unclean)}")
+        return 1 if self._late or supervisor.unclean else 0
 
     def _on_signal(self, supervisor: Supervisor) -> None:
         self._screen.stopping()

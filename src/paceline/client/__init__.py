@@ -10,7 +10,7 @@
 """
 
 from paceline.client.aio import AsyncClient, AsyncStream, worker_info_async
-from paceline.client.sync import Client, Stream, health, worker_info
+from paceline.client.sync import Client, Stream, health, worker_info, worker_load
 from paceline.client.types import (
     Chunk,
     Completion,
@@ -46,4 +46,5 @@ __all__ = [
     "health",
     "worker_info",
     "worker_info_async",
+    "worker_load",
 ]

@@ -122,6 +122,15 @@ def worker_info_call(channel: Any, role: Role) -> tuple[Any, Any]:
     return decode(channel).GetServerInfo, decode_pb2.DecodeGetServerInfoRequest()
 
 
+def worker_load_call(channel: Any, role: Role) -> tuple[Any, Any]:
+    """(method, request) that ask a worker of the role for its load."""
+    if role is Role.PREFILL:
+        prefill: Any = prefill_pb2_grpc.PrefillStub
+        return prefill(channel).GetLoads, prefill_pb2.PrefillGetLoadsRequest()
+    decode: Any = decode_pb2_grpc.DecodeStub
+    return decode(channel).GetLoads, decode_pb2.DecodeGetLoadsRequest()
+
+
 def chunk_from_proto(message: router_pb2.GenerateResponse) -> types.Chunk:
     """One piece of an answer."""
     return types.Chunk(

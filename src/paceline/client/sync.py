@@ -13,7 +13,7 @@ from paceline import wire
 from paceline.client import convert
 from paceline.client.types import Chunk, Completion, Health, Loads, Message, ModelInfo, Sampling, ServerInfo
 from paceline.errors import EngineError
-from paceline.types import Role
+from paceline.types import Role, WorkerLoad
 
 CALL_S: Final = 5.0
 """Seconds that short calls get."""
@@ -185,6 +185,13 @@ def worker_info(address: str, role: Role, *, timeout: float = CALL_S) -> ServerI
     with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors(address):
         method, request = convert.worker_info_call(channel, role)
         return convert.server_info_from_proto(method(request, timeout=timeout).server)
+
+
+def worker_load(address: str, role: Role, *, timeout: float = CALL_S) -> WorkerLoad:
+    """Asks a worker itself for its load, which is newer than what its router heard last."""
+    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors(address):
+        method, request = convert.worker_load_call(channel, role)
+        return wire.load_from_proto(method(request, timeout=timeout).load)
 
 
 @contextmanager
