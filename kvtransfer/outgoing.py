@@ -29,7 +29,7 @@ class TransferStats:
     pieces: int = 0  # in those
     blocks: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0  # from the first post to the latest terminal handle; summed over attempts in a total
+    seconds: float = 0.0  # with a write under way; summed over attempts in a total
 
     def add(self, other: TransferStats) -> None:
         """Sums `other` in."""
@@ -86,7 +86,7 @@ class Outgoing:
         self._finished = False
         self._last_handle: Handle | None = None
         self._outstanding: dict[Handle, _Part] = {}
-        self._started: float | None = None
+        self._under_way_since = 0.0  # while `_outstanding` holds anything
         self._state = OutgoingState.PENDING
         self.error: str | None = None
         """Why the state is FAILED."""
@@ -145,8 +145,8 @@ class Outgoing:
     def on_finished(self, finished: Finished) -> int:
         """Takes one of its handles, now terminal; returns the bytes that arrived with it. For `TransferAgent` alone."""
         part = self._outstanding.pop(finished.handle)
-        if self._started is not None:
-            self.stats.seconds = self._clock() - self._started
+        if not self._outstanding:
+            self.stats.seconds += self._clock() - self._under_way_since
         if finished.error is not None:
             self.abort(finished.error)
             return 0
@@ -186,8 +186,8 @@ class Outgoing:
         """The handle, or None where nothing was posted: the attempt is given up, or is so now."""
         if self._state is not OutgoingState.PENDING:
             return None
-        if self._started is None:
-            self._started = self._clock()
+        if not self._outstanding:  # before the post, for one over shared memory is over when it returns
+            self._under_way_since = self._clock()
         try:
             handle = self._transport.post(self._peer, part.pieces, part.notification)
         except TransferFailed as error:

@@ -134,7 +134,7 @@ class WorkerMetrics:
         )
         self.transfer_seconds = Histogram(
             "paceline_transfer_seconds",
-            "From a part's post to its end, as the writer sees it.",
+            "Time that the writes of one hand-off were under way, as the writer sees it.",
             buckets=TRANSFER_BUCKETS,
             registry=registry,
         )

@@ -285,6 +285,19 @@ def test_a_drained_writer_is_reported_after_polling_for_the_settling_time(cluste
     assert not agent.busy
 
 
+def test_time_without_a_write_under_way_is_not_counted(cluster: Cluster) -> None:
+    outgoing = cluster.p.agent.outgoing(cluster.d.key, R, 1)
+    cluster.hub.delay_polls = 1
+    outgoing.write_part([0], [0])
+    cluster.clock.now += 0.25
+    cluster.run()
+    cluster.clock.now += 60.0  # the next chunk is computed
+    outgoing.finish([1], [1], [1])
+    cluster.clock.now += 0.5
+    cluster.run()
+    assert outgoing.stats.seconds == 0.75
+
+
 def test_bytes_pieces_and_seconds_are_counted(cluster: Cluster) -> None:
     outgoing = cluster.p.agent.outgoing(cluster.d.key, R, 1)
     cluster.hub.delay_polls = 1
