@@ -1,8 +1,8 @@
 """The link between a front and its engine process: ZeroMQ PUSH/PULL over Unix sockets, msgspec structs, never blocking.
 
-The front binds and the engine connects. Commands flow down, one struct a message; events flow up, one message for each
-round of the engine's loop. A full queue refuses the command (Overloaded): backpressure reaches the caller, and neither
-side ever waits for the other.
+Each end binds the socket that it reads and connects the one that it writes. Commands flow down, one struct a message;
+events flow up, one message for each round of the engine's loop. A full queue refuses the command (Overloaded):
+backpressure reaches the caller, and neither side ever waits for the other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class FrontLink(Generic[Inbound]):
     """The front's end, for asyncio. `events` is the union of message types that it receives."""
 
     def __init__(self, directory: Path, events: Any) -> None:
+        paths = {name: _socket_path(directory, name) for name in ("commands", "events")}
         self._context = zmq.asyncio.Context()
         self._push = zmq.Socket(zmq.Context.shadow(self._context.underlying), zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
-        for socket, name in ((self._push, "commands"), (self._pull, "events")):
-            _limit(socket)
-            path = _socket_path(directory, name)
-            path.unlink(missing_ok=True)  # left by a life that was killed; the start lock says that it is gone
-            socket.bind(f"ipc://{path}")
+        _limit(self._push)
+        _limit(self._pull)
+        # A socket that connects queues at once, one that binds has no queue before its peer is there.
+        self._push.connect(f"ipc://{paths['commands']}")
+        _bind(self._pull, paths["events"])
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(events)
 
@@ -62,12 +63,14 @@ class EngineLink(Generic[Inbound]):
     """The engine's end, for a plain loop. `commands` is the union of message types that it receives."""
 
     def __init__(self, directory: Path, commands: Any) -> None:
+        paths = {name: _socket_path(directory, name) for name in ("commands", "events")}
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._push = self._context.socket(zmq.PUSH)
-        for socket, name in ((self._pull, "commands"), (self._push, "events")):
-            _limit(socket)
-            socket.connect(f"ipc://{_socket_path(directory, name)}")
+        _limit(self._pull)
+        _limit(self._push)
+        _bind(self._pull, paths["commands"])
+        self._push.connect(f"ipc://{paths['events']}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(commands)
         self._outbox: deque[bytes] = deque()
@@ -110,6 +113,11 @@ class EngineLink(Generic[Inbound]):
 
 def _limit(socket: zmq.Socket[Any]) -> None:
     socket.sndhwm = socket.rcvhwm = _QUEUED_MESSAGES
+
+
+def _bind(socket: zmq.Socket[Any], path: Path) -> None:
+    path.unlink(missing_ok=True)  # left by a life that was killed; the start lock says that it is gone
+    socket.bind(f"ipc://{path}")
 
 
 def _socket_path(directory: Path, name: str) -> Path:
