@@ -97,6 +97,8 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
 
     def reported(self, report: DecodeReport) -> None:
         """Hands the engine's events to whom they concern."""
+        for state, cause, number in report.ended:
+            self.metrics.reservations_ended.labels(state, cause).inc(number)
         for event in report.events:
             self._dispatch(event)
 

@@ -153,6 +153,8 @@ DecodeEvent: TypeAlias = (
 class DecodeReport(Report, frozen=True, kw_only=True):
     """One round of a decode engine: the tokens of its step leave in one message."""
 
+    ended: tuple[tuple[str, str, int], ...] = ()  # reservations that ended: state before, cause, number
+
     events: tuple[DecodeEvent, ...] = ()
 
 

@@ -2,7 +2,8 @@
 
 A writer that was stopped, and resumed after its blocks had been reused, does overwrite them. So blocks leave quarantine
 only when their writer has said that every handle is terminal, or is proven dead. Time frees nothing: it only asks the
-writer again, and alarms.
+writer again, alarms, and restarts the worker once too many blocks are stuck. Each cancelled hand-off passes through
+here on its way back, for about a second: only what is left after the alarm counts as stuck.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ALARM_S = 30.0
 ASK_AGAIN_S = 5.0
 """Seconds after which a writer is asked again to stop: the first call, or its answer, may be lost."""
 DRAIN_FRACTION = 0.05
-"""Share of the pool in quarantine above which the worker drains and restarts."""
+"""Share of the pool stuck in quarantine above which the worker drains and restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Quarantine(Generic[B]):
         self._entries: dict[QuarantineKey, _Entry[B]] = {}
         self._timers: Timers[QuarantineKey] = Timers()
         self._num_blocks = 0
+        self._stuck_blocks = 0  # of them, those of attempts that have alarmed
         self._draining = False
 
     def __len__(self) -> int:
@@ -65,17 +67,13 @@ class Quarantine(Generic[B]):
         """True while an attempt of this reservation is in quarantine."""
         return any(key.reservation == reservation for key in self._entries)
 
-    def add(self, order: QuarantineBlocks[B], now: float) -> list[DrainAndRestart]:
-        """Takes the handle over. Asks for a restart, once, when too much of the pool is here."""
+    def add(self, order: QuarantineBlocks[B], now: float) -> None:
+        """Takes the handle over."""
         key = QuarantineKey(order.reservation, order.attempt, order.writer)
         assert key not in self._entries, f"{key} is in quarantine already"
         self._entries[key] = _Entry(order.blocks, since=now)
-        self._timers.set(key, now + ASK_AGAIN_S)
+        self._timers.set(key, now + min(ASK_AGAIN_S, self._alarm_s))
         self._num_blocks += len(order.blocks)
-        if self._draining or self._num_blocks <= self._drain_fraction * self._pool_blocks:
-            return []
-        self._draining = True
-        return [DrainAndRestart(self._num_blocks, self._pool_blocks)]
 
     def writer_terminal(self, key: QuarantineKey) -> bool:
         """Frees that attempt's blocks; False where it is not here."""
@@ -95,23 +93,29 @@ class Quarantine(Generic[B]):
         """When `expire` next has something to do, in monotonic seconds."""
         return self._timers.next()
 
-    def expire(self, now: float) -> list[AbortWriter | Alarm]:
-        """Asks writers again to stop, and tells of each attempt once that it has been here too long."""
-        actions: list[AbortWriter | Alarm] = []
+    def expire(self, now: float) -> list[AbortWriter | Alarm | DrainAndRestart]:
+        """Asks writers again to stop, tells of each attempt once that it is stuck, and of too many once in all."""
+        actions: list[AbortWriter | Alarm | DrainAndRestart] = []
         for key in self._timers.pop_due(now):
             entry = self._entries[key]
             alarm_at = entry.since + self._alarm_s
             actions.append(AbortWriter(key.reservation, key.attempt, key.writer))
             if not entry.alarmed and now >= alarm_at:
                 entry.alarmed = True
+                self._stuck_blocks += len(entry.blocks)
                 age = now - entry.since
                 actions.append(Alarm(key.reservation, key.attempt, key.writer, len(entry.blocks), age))
             ask_at = now + ASK_AGAIN_S
             self._timers.set(key, ask_at if entry.alarmed else min(ask_at, alarm_at))
+        if not self._draining and self._stuck_blocks > self._drain_fraction * self._pool_blocks:
+            self._draining = True
+            actions.append(DrainAndRestart(self._stuck_blocks, self._pool_blocks))
         return actions
 
     def _release(self, key: QuarantineKey) -> None:
         entry = self._entries.pop(key)
         self._timers.cancel(key)
         self._num_blocks -= len(entry.blocks)
+        if entry.alarmed:
+            self._stuck_blocks -= len(entry.blocks)
         entry.blocks.release()

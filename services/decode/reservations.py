@@ -77,6 +77,7 @@ class Reservations(Generic[B]):
         self._oldest_epoch: dict[str, int] = {}  # by worker id: every earlier life is proven dead
         self.created = 0
         self.ended: Counter[EndCause] = Counter()
+        self.ended_in: Counter[tuple[State, EndCause]] = Counter()  # the same, by the state that the end found too
         self.ignored: Counter[Ignored] = Counter()
         self.retries: Counter[RetryCause] = Counter()
 
@@ -173,7 +174,7 @@ class Reservations(Generic[B]):
             self._timers.cancel(record.id)
         else:
             self._store(step.after)
-        return self._carry_out(step, now)
+        return self._carry_out(step, record, now)
 
     def _store(self, record: Reservation[B]) -> None:
         self._live[record.id] = record
@@ -182,29 +183,30 @@ class Reservations(Generic[B]):
         else:
             self._timers.set(record.id, record.deadline)
 
-    def _carry_out(self, step: Step[B], now: float) -> list[Action[B]]:
-        """Does what concerns the pool; passes the rest on."""
+    def _carry_out(self, step: Step[B], record: Reservation[B], now: float) -> list[Action[B]]:
+        """Does what concerns the pool; passes the rest on. `record` is the reservation as the event found it."""
         actions: list[Action[B]] = []
         for action in step.actions:
             match action:
                 case FreeBlocks(blocks=blocks):
                     blocks.release()
                 case QuarantineBlocks():
-                    actions += self._quarantine.add(action, now)
+                    self._quarantine.add(action, now)
                 case WantBlocks(cause=cause):
                     assert step.after is not None, "only a live reservation wants blocks"
                     blocks_or_none = self._allocate(step.after.id)
                     outcome = NewBlocks(step.after.id, blocks_or_none, cause)
                     actions += self._apply(step.after, outcome, now)
                 case _:
-                    self._count(action, step)
+                    self._count(action, step, record.state)
                     actions.append(action)
         return actions
 
-    def _count(self, action: Action[B], step: Step[B]) -> None:
+    def _count(self, action: Action[B], step: Step[B], state: State) -> None:
         match action:
             case End(cause=cause):
                 self.ended[cause] += 1
+                self.ended_in[state, cause] += 1
             case NewTarget(cause=why) if step.ignored is None:
                 self.retries[why] += 1
 

@@ -126,6 +126,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             drain_fraction=config.quarantine_limit,
         )
         self._ignored: Counter[str] = Counter()
+        self._ended: Counter[tuple[State, EndCause]] = Counter()
 
     @property
     def awaiting(self) -> bool:
@@ -145,8 +146,17 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         """This round's message."""
         ignored = Counter({cause.value: number for cause, number in self._reservations.ignored.items()})
         new, self._ignored = ignored - self._ignored, ignored
+        ended = Counter(self._reservations.ended_in)
+        over, self._ended = ended - self._ended, ended
         states = {state.value: self._reservations.count(state) for state in State if state is not State.ENDED}
-        return DecodeReport(load=self.load, activity=activity, reservations=states, ignored=dict(new), events=events)
+        return DecodeReport(
+            load=self.load,
+            activity=activity,
+            reservations=states,
+            ignored=dict(new),
+            ended=tuple((state.value, cause.value, number) for (state, cause), number in over.items()),
+            events=events,
+        )
 
     # Commands
 

@@ -114,7 +114,8 @@ class RouterConfig(CommonConfig, frozen=True, kw_only=True):
         int, Meta(description="Requests in one prefill worker's hands at most; more wait in the queue", ge=1)
     ] = 16
     context_tokens: Annotated[
-        int | None, Meta(description="Longest prompt + answer, in tokens; none: the model's own", ge=2)
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="Longest prompt + answer, in tokens; none: the model's own"),
     ] = None
     request_timeout_s: Annotated[
         float, Meta(description="Seconds a request may take that names no timeout", gt=0, le=86400)
@@ -209,7 +210,7 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
         float, Meta(description="Seconds in quarantine after which blocks raise an alarm", gt=0)
     ] = 30.0
     quarantine_limit: Annotated[
-        float, Meta(description="Share of the pool in quarantine past which the worker drains and restarts", gt=0, le=1)
+        float, Meta(description="Share of the pool past its quarantine alarm at which the worker restarts", gt=0, le=1)
     ] = 0.05
 
 

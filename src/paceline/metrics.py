@@ -144,6 +144,12 @@ class WorkerMetrics:
         self.reservations = Gauge(
             "paceline_reservations", "Reservations by state, in lower case.", ["state"], registry=registry
         )
+        self.reservations_ended = Counter(
+            "paceline_reservations_ended",
+            "Reservations that ended, by the state that the end found them in and its cause, in lower case.",
+            ["state", "cause"],
+            registry=registry,
+        )
         self.ignored_events = Counter(
             "paceline_ignored_events",
             "Events that reached a reservation too late, twice or from an earlier life, by reason.",

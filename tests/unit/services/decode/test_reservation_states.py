@@ -606,13 +606,35 @@ def test_a_loop_that_wakes_late_still_alarms_at_its_first_chance() -> None:
     assert any(isinstance(action, Alarm) for action in bench.wait(1.0))
 
 
-def test_more_than_a_twentieth_of_the_pool_in_quarantine_asks_once_for_a_restart() -> None:
+def test_more_than_a_twentieth_of_the_pool_stuck_in_quarantine_asks_once_for_a_restart() -> None:
     bench = Bench(size=10)
     asked: list[Action[Lease]] = []
     for number in range(4):
         name = ReservationId(f"r{number}")
         bench.all.create(name, bench.lease(), bench.now)
-        actions = bench.feed(Claim(name, 1, P), Cancel(name))
-        asked += [action for action in actions if isinstance(action, DrainAndRestart)]
+        bench.feed(Claim(name, 1, P), Cancel(name))
+        asked += [action for action in bench.wait(30.0) if isinstance(action, DrainAndRestart)]
         assert len(asked) == (number > 0), "10 of 200 blocks is not over the limit"
     assert asked == [DrainAndRestart(20, POOL_BLOCKS)]
+
+
+def test_a_pool_full_of_cancelled_hand_offs_whose_writers_answer_asks_for_no_restart() -> None:
+    bench = Bench(size=10)
+    for number in range(POOL_BLOCKS // 10):
+        name = ReservationId(f"r{number}")
+        bench.all.create(name, bench.lease(), bench.now)
+        actions = bench.feed(Claim(name, 1, P), Cancel(name))
+        assert not any(isinstance(action, DrainAndRestart) for action in actions)
+    assert bench.all.quarantined_blocks == POOL_BLOCKS
+    assert not any(isinstance(action, DrainAndRestart) for action in bench.wait(29.0))
+    for number in range(POOL_BLOCKS // 10):
+        bench.feed(WriterTerminal(ReservationId(f"r{number}"), 1, P))
+    assert bench.wait(60.0) == []
+    assert bench.all.quarantined_blocks == 0
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.ENDED])
+def test_an_end_is_counted_by_its_cause_and_the_state_that_it_found(state: State) -> None:
+    bench = in_state(state)
+    bench.feed(Cancel(R, EndCause.STREAM_LOST))
+    assert bench.all.ended_in == {(state, EndCause.STREAM_LOST): 1}
