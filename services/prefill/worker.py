@@ -175,6 +175,8 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             attempt = Attempt(outgoing.reservation_id, outgoing.attempt)
             handoff = self._handoffs.get(attempt)
             if handoff is not None and handoff.failed:
+                # A transport refuses a peer that it lost once; the next hand-off connects anew.
+                self.agent.drop_peer(outgoing.target)
                 self._give_up(handoff, TransferFailed(f"writing to {outgoing.target}: {outgoing.error}"))
         for outgoing in events.terminal:
             handoff = self._handoffs.get(Attempt(outgoing.reservation_id, outgoing.attempt))
