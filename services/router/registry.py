@@ -42,7 +42,7 @@ class Registered:
         self.suspect = False
         self.rests_until = -math.inf
         self.claims: set[Claim] = set()
-        self.unfit: set[WorkerKey] = set()  # decode workers that this prefill worker cannot write to
+        self.unfit: frozenset[WorkerKey] = frozenset()  # decode workers that this prefill worker cannot write to
 
     def credit(self, blocks: int) -> None:
         """Takes blocks off the last reported load."""
@@ -51,7 +51,7 @@ class Registered:
 
     def view(self, *, now: float) -> WorkerView:
         """What placement may know of it."""
-        unseen = [claim for claim in self.claims if not claim.seen]
+        unseen = [claim for claim in self.claims if not claim.seen] if self.claims else ()
         return WorkerView(
             key=self.info.key,
             role=self.info.role,
@@ -60,10 +60,10 @@ class Registered:
             alive=not (self.draining or self.suspect),
             rests=now < self.rests_until,
             requests=self.load.running + self.load.waiting + len(unseen),
-            pending_tokens=self.load.pending_prompt_tokens + sum(claim.tokens for claim in unseen),
-            headroom_blocks=max(0, self.load.headroom_blocks - sum(claim.blocks for claim in unseen)),
+            pending_tokens=self.load.pending_prompt_tokens + sum([claim.tokens for claim in unseen]),
+            headroom_blocks=max(0, self.load.headroom_blocks - sum([claim.blocks for claim in unseen])),
             claims=len(self.claims),
-            unfit=frozenset(self.unfit),
+            unfit=self.unfit,
         )
 
 
@@ -171,7 +171,7 @@ class Registry:
         """Notes that one cannot write to the other: their pools differ, or the way between them is too slow."""
         worker = self.get(prefill)
         if worker is not None:
-            worker.unfit.add(decode)
+            worker.unfit |= {decode}
 
     def expire(self, *, now: float) -> list[WorkerInfo]:
         """Drops the workers whose lease has ended, and returns them."""

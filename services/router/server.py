@@ -144,26 +144,25 @@ async def serve(config: RouterConfig) -> None:
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """The port that the server is bound to. Raises AddressInUse, or StartupError for a host that is none of ours."""
     address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    # gRPC does not say why it could not bind, and prints a line of its own; a plain socket is asked first.
+    _probe(host.strip("[]"), port, address)
     try:
-        bound = server.add_insecure_port(address)
+        return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise _why_not(host.strip("[]"), port, address) from error
-    if bound == 0:
-        raise _why_not(host.strip("[]"), port, address)
-    return bound
+        raise AddressInUse(f"port: another process listens on {address}") from error
 
 
-def _why_not(host: str, port: int, address: str) -> StartupError:
-    """gRPC does not say why it could not bind; a plain socket does."""
+def _probe(host: str, port: int, address: str) -> None:
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: connections that linger from an earlier process are no hindrance.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return AddressInUse(f"port: another process listens on {address}")
-        return StartupError(f"port: cannot listen on {address}: {error.strerror or error}")
-    return AddressInUse(f"port: another process listened on {address}")
+            raise AddressInUse(f"port: another process listens on {address}") from error
+        raise StartupError(f"port: cannot listen on {address}: {error.strerror or error}") from error
 
 
 def load_model(config: RouterConfig) -> tuple[PromptReader, int]:

@@ -112,7 +112,7 @@ class RouterConfig(CommonConfig, frozen=True, kw_only=True):
     ] = "auto"
     prefill_slots: Annotated[
         int, Meta(description="Requests in one prefill worker's hands at most; more wait in the queue", ge=1)
-    ] = 16
+    ] = 8
     context_tokens: Annotated[
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="Longest prompt + answer, in tokens; none: the model's own"),

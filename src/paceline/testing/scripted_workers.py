@@ -189,25 +189,25 @@ class ScriptedPrefill(_Worker, prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._calls: asyncio.Queue[PrefillCall] = asyncio.Queue()
+        self.calls: asyncio.Queue[PrefillCall] = asyncio.Queue()
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self._server)
 
     async def next_call(self) -> PrefillCall:
         """The next Prefill call to arrive."""
         async with asyncio.timeout(PATIENCE_S):
-            return await self._calls.get()
+            return await self.calls.get()
 
     @property
     def idle(self) -> bool:
         """True where no call waits to be taken."""
-        return self._calls.empty()
+        return self.calls.empty()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
         """Hands the call to the test."""
         async with wire.answering_errors(context):
             self._admit(request.epoch)
         call = PrefillCall(request, self.load)
-        self._calls.put_nowait(call)
+        self.calls.put_nowait(call)
         return await call.run(context)
 
 
@@ -218,7 +218,7 @@ class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._calls: asyncio.Queue[DecodeCall] = asyncio.Queue()
+        self.calls: asyncio.Queue[DecodeCall] = asyncio.Queue()
         self.retargets: asyncio.Queue[decode_pb2.RetargetRequest] = asyncio.Queue()
         self.aborted: asyncio.Queue[str] = asyncio.Queue()
         self.on_retarget: OnRetarget = _local
@@ -227,12 +227,12 @@ class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
     async def next_call(self) -> DecodeCall:
         """The next Generate call to arrive."""
         async with asyncio.timeout(PATIENCE_S):
-            return await self._calls.get()
+            return await self.calls.get()
 
     @property
     def idle(self) -> bool:
         """True where no call waits to be taken."""
-        return self._calls.empty()
+        return self.calls.empty()
 
     async def next_retarget(self) -> decode_pb2.RetargetRequest:
         """The next Retarget call to arrive."""
@@ -244,7 +244,7 @@ class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
         async with wire.answering_errors(context):
             self._admit(request.epoch)
         call = DecodeCall(request, self.load)
-        self._calls.put_nowait(call)
+        self.calls.put_nowait(call)
         await call.run(context)
 
     async def Retarget(self, request: decode_pb2.RetargetRequest, context: Context) -> decode_pb2.RetargetResponse:
