@@ -151,6 +151,10 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         for handoff in self._handoffs.values():
             handoff.chunk_begins()
 
+    def between_layers(self) -> None:
+        """A step may take longer than targets wait for a sign of life."""
+        self.expire(time.monotonic())
+
     def stepped(self, output: StepOutput) -> None:
         """First tells the front of the first tokens, then posts the finished blocks."""
         progressed = [(self._by_request[done.request_id], done) for done in output.progress]

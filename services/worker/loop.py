@@ -74,6 +74,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
     def before_step(self) -> None:
         """Called before each step."""
 
+    def between_layers(self) -> None:
+        """Called between the layers of a step, which is not to change what the step computes."""
+
     @abstractmethod
     def stepped(self, output: StepOutput) -> None:
         """Takes in what a step did."""
@@ -142,6 +145,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """Between two layers: keeps transfers going, and leaves what they did until the step is over."""
         if (self.agent.busy or self.awaiting) and (events := self.agent.poll()):
             self._during_step.append(events)
+        self.between_layers()
 
     def _transfer(self, activity: Activity) -> Activity:
         pending, self._during_step = self._during_step, []
