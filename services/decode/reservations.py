@@ -99,8 +99,11 @@ class Reservations(Generic[B]):
 
     @property
     def outstanding(self) -> bool:
-        """True while a claim or a part is awaited, which is when the loop polls its transport."""
-        return self._timers.next() is not None
+        """True while a claim, a part or the end of a given-up writer is awaited: the loop polls its transport.
+
+        A writer whose target does not poll may never be able to end what it has begun.
+        """
+        return self._timers.next() is not None or len(self._quarantine) > 0
 
     @property
     def quarantined_blocks(self) -> int:

@@ -100,8 +100,12 @@ class Cluster:
             raise TypeError(f"{name} is a setting of no role")
         folder = tempfile.TemporaryDirectory(prefix="paceline-")
         flags = {**_DEFAULTS, "run_dir": Path(folder.name) / "run", **settings, "prefill": prefill, "decode": decode}
-        config = load(UpConfig, file=None, env=os.environ, flags=flags)
-        plan = make_plan(config, Sources(flags=flags, per_role=per_role or {}), parent=os.getpid())
+        try:
+            config = load(UpConfig, file=None, env=os.environ, flags=flags)
+            plan = make_plan(config, Sources(flags=flags, per_role=per_role or {}), parent=os.getpid())
+        except PacelineError:
+            folder.cleanup()
+            raise
         cluster = cls(plan, config, folder)
         try:
             if ready_s is not None:
@@ -276,6 +280,9 @@ class Cluster:
         loads = self.loads()
         if loads.queued or loads.active:
             return f"the router has {loads.queued} queued and {loads.active} active requests"
+        missing = set(self._plan.workers) - {worker.key.worker_id for worker in loads.workers}
+        if missing:
+            return f"not registered: {', '.join(sorted(missing))}"
         for worker in loads.workers:
             load = worker_load(worker.address, worker.role, timeout=_CALL_S)
             if load.running or load.waiting or load.free_blocks != load.total_blocks or load.quarantined_blocks:

@@ -638,3 +638,12 @@ def test_an_end_is_counted_by_its_cause_and_the_state_that_it_found(state: State
     bench = in_state(state)
     bench.feed(Cancel(R, EndCause.STREAM_LOST))
     assert bench.all.ended_in == {(state, EndCause.STREAM_LOST): 1}
+
+
+def test_a_given_up_writer_is_awaited_until_it_has_ended() -> None:
+    """Its write may need the target's own progress to become terminal: a target that slept would wait for ever."""
+    bench = in_state(State.FILLING)
+    bench.feed(Cancel(R))
+    assert bench.all.outstanding
+    bench.feed(WriterTerminal(R, 1, P))
+    assert not bench.all.outstanding
