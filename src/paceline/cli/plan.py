@@ -107,21 +107,33 @@ def _ports(config: UpConfig, names: list[str]) -> dict[str, int]:
     for port in asked:
         if asked.count(port) > 1:
             raise ConfigError(f"port {port} is asked for twice: port, prefill_port and decode_port overlap")
+        _check_free(config.host, port)
     free = iter(free_ports(config.host, list(ports.values()).count(0)))
     return {name: port or next(free) for name, port in ports.items()}
 
 
 def free_ports(host: str, count: int) -> list[int]:
     """Distinct ports that nobody listens on right now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]
-        try:
-            for probe in probes:
-                probe.bind((host.strip("[]"), 0))
-        except OSError as error:
-            raise AddressInUse(f"host {host} cannot be listened on: {error.strerror}") from error
+        probes = [stack.enter_context(_bound(host, 0)) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]
+
+
+def _check_free(host: str, port: int) -> None:
+    # Before anything starts: else the workers would register with another cluster's router.
+    _bound(host, port).close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        # As gRPC's server does: what is left of closed connections does not count, a listener does.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host.strip("[]"), port))
+    except OSError as error:
+        probe.close()
+        raise AddressInUse(f"port {port} of {host} cannot be listened on: {error.strerror}") from error
+    return probe
 
 
 def _reachable(host: str) -> str:

@@ -16,12 +16,18 @@ States = Mapping[str, bool]
 """Name of each role, and whether it is ready."""
 
 
-async def wait_ready(address: str, workers: Collection[str], on_change: Callable[[States], None]) -> None:
-    """Returns when the router at `address` serves and knows all `workers`, by id. Bounded by the caller."""
+async def wait_ready(
+    address: str,
+    workers: Collection[str],
+    *,
+    router_pid: Callable[[], int | None],
+    on_change: Callable[[States], None],
+) -> None:
+    """Returns when our router at `address` serves and knows all `workers`, by id. Bounded by the caller."""
     seen: States | None = None
     async with AsyncClient(address) as client:
         while True:
-            states = await look(client, workers)
+            states = await look(client, workers, router_pid())
             if states != seen:
                 seen = states
                 on_change(states)
@@ -30,10 +36,12 @@ async def wait_ready(address: str, workers: Collection[str], on_change: Callable
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def look(client: AsyncClient, workers: Collection[str]) -> States:
-    """Who is ready right now; nobody where the router does not answer."""
+async def look(client: AsyncClient, workers: Collection[str], router_pid: int | None) -> States:
+    """Who is ready right now; nobody where no router answers, or one of another cluster does."""
     states = dict.fromkeys(("router", *workers), False)
     try:
+        if (await client.server_info()).process_ids != (router_pid,):
+            return states
         states["router"] = await client.health(timeout=_CALL_S) is Health.SERVING
         registered = {worker.key.worker_id for worker in (await client.loads()).workers}
     except PacelineError:

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline import log
 from paceline.cli.output import print_error
-from paceline.cli.plan import Plan, Sources, make_plan
+from paceline.cli.plan import ROUTER, Plan, Sources, make_plan
 from paceline.cli.readiness import States, wait_ready
 from paceline.cli.screen import Screen
 from paceline.cli.supervisor import Supervisor
@@ -81,7 +81,12 @@ class _Up:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._config.ready_timeout_s):
-                await wait_ready(self._plan.address, self._plan.workers, self._on_change)
+                await wait_ready(
+                    self._plan.address,
+                    self._plan.workers,
+                    router_pid=lambda: supervisor.pid(ROUTER),
+                    on_change=self._on_change,
+                )
         except TimeoutError:
             missing = [name for name, ready in self._states.items() if not ready]
             print_error(f"not ready after {self._config.ready_timeout_s:g} s: {', '.join(missing)}")

@@ -1,0 +1,262 @@
+"""Commands as a shell runs them: exit status, output and errors, against a router whose answers are scripted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline import __version__, errors
+from paceline.cli import main
+from paceline.protos import common_pb2, router_pb2
+from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def router(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedRouter]:
+    with scripted_router() as running:
+        monkeypatch.setenv("PACELINE_ROUTER", running.address)
+        yield running
+
+
+def start(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "paceline.cli", *arguments]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def endless(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+    while True:
+        yield router_pb2.GenerateResponse(request_id="endless", text="x" * 8192, token_ids=[1])
+        time.sleep(0.01)
+
+
+def test_generate_streams_text_to_standard_output(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b", "--timeout", "9", "--seed", "3"]
+    assert main(["generate", "Hi there", *options]) == 0
+    assert capsys.readouterr() == ("Hello world\n", "")
+    request = router.requests[0]
+    assert (request.text, request.timeout.seconds) == ("Hi there", 9)
+    assert (request.sampling.max_tokens, request.sampling.seed, list(request.sampling.stop)) == (5, 3, ["a", "b"])
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+
+
+def test_stats_say_where_the_time_went_and_who_served(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.loads.workers.append(worker("decode-0", common_pb2.ROLE_DECODE, address=router.address))
+    assert main(["generate", "Hi", "--stats"]) == 0
+    shown = capsys.readouterr().err
+    for part in ("3 tokens, 1 of them cached", "250 ms", "2 blocks, 4.0 KiB", "decode-0@9", "pids 11 and 12", "stop"):
+        assert part in shown
+    assert "prefill-0@7 (gone)" in shown
+
+
+def test_generate_takes_token_ids_and_prints_them(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--tokens", "1,2, 3", "--print-tokens"]) == 0
+    assert list(router.requests[0].tokens.ids) == [1, 2, 3]
+    assert capsys.readouterr().out == "100 101 \n"
+
+
+def test_an_answer_without_text_is_shown_as_ids(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    finish = router_pb2.Finish(reason=common_pb2.FINISH_REASON_LENGTH)
+    router.script = lambda request: iter([router_pb2.GenerateResponse(token_ids=[7, 8], finish=finish)])
+    assert main(["generate", "--tokens", "1"]) == 0
+    assert capsys.readouterr().out == "7 8\n"
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(router: ScriptedRouter) -> None:
+    process = start("generate", "-", stdin=subprocess.PIPE)
+    out, err = process.communicate("Ça va\n".encode(), timeout=WAIT_S)
+    assert (process.returncode, out, err) == (0, b"Hello world\n", b"")
+    assert router.requests[0].text == "Ça va\n"
+
+
+def test_standard_input_that_is_no_text_is_refused(router: ScriptedRouter) -> None:
+    process = start("generate", "-", stdin=subprocess.PIPE)
+    _, err = process.communicate(b"\xff\xfe", timeout=WAIT_S)
+    assert process.returncode == 2
+    assert b"standard input is not UTF-8" in err
+    assert router.requests == []
+
+
+def test_chat_sends_a_conversation(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "Hi", "--system", "Be brief."]) == 0
+    turns = [(turn.role, turn.content) for turn in router.requests[0].chat.messages]
+    assert turns == [("system", "Be brief."), ("user", "Hi")]
+    assert capsys.readouterr().out == "Hello world\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.PromptTooLong("prompt", "9000 tokens are over the context of 2048"), 2),
+        (errors.Overloaded("512 requests wait", retry_after_s=1.0), 1),
+        (errors.WorkerLost("decode-0 died"), 1),
+    ],
+)
+def test_an_error_is_one_line_on_standard_error(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str], error: errors.PacelineError, status: int
+) -> None:
+    def fail(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        raise error
+        yield
+
+    router.script = fail
+    assert main(["generate", "Hi"]) == status
+    assert capsys.readouterr() == ("", f"error: {error.message}\n")
+
+
+def test_a_router_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Hi", "--router", "127.0.0.1:1"]) == 1
+    assert "error: no answer from 127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["generate"], "one of the arguments PROMPT --tokens is required"),
+        (["generate", "Hi", "--tokens", "1"], "not allowed with"),
+        (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
+        (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (["health"], "HOST:PORT"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_with_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "--prefill", "-1"], "prefill"),
+        (["up", "--decode", "0"], "decode"),
+        (["up", "--config", "/does/not/exist"], "/does/not/exist"),
+        (["up", "--model", "no-such-model", "--port", "0"], "no-such-model"),
+        (["up", "--model", "dummy:tiny", "--port", "7080", "--prefill-port", "7080"], "7080 is asked for twice"),
+        (["router", "--lease-s", "1"], "lease_s"),
+        (["decode", "--pool-blocks", "zero"], "pool_blocks"),
+        (["prefill", "--router", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path / "run"))
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert shown.count("\n") == 1
+    assert said in shown
+
+
+def test_ctrl_c_ends_an_answer_with_130_and_cancels_it(router: ScriptedRouter) -> None:
+    router.script = endless
+    process = start("generate", "Hi")
+    assert process.stdout is not None
+    process.stdout.read(8192)
+    process.send_signal(signal.SIGINT)
+    drain = threading.Thread(target=process.communicate)
+    drain.start()
+    assert process.wait(WAIT_S) == 130
+    drain.join(WAIT_S)
+    assert router.cancelled.wait(WAIT_S)
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(router: ScriptedRouter) -> None:
+    router.script = endless
+    process = start("generate", "Hi")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(8192)
+    process.stdout.close()
+    assert process.wait(WAIT_S) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert router.cancelled.wait(WAIT_S)
+
+
+def test_status_is_a_table_with_every_worker(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    router.loads.queued = 3
+    router.loads.workers.append(worker("prefill-0", common_pb2.ROLE_PREFILL))
+    router.loads.workers.append(worker("decode-0", common_pb2.ROLE_DECODE, address=router.address))
+    process = start("status")
+    out = process.communicate(timeout=WAIT_S)[0].decode()
+    assert process.returncode == 0
+    assert "3 queued" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    assert rows["prefill-0"] == [
+        "prefill-0",
+        "prefill",
+        "127.0.0.1:1",
+        "9",
+        "?",
+        "2",
+        "1",
+        "32/64",
+        "40",
+        "0",
+        "0.3",
+        "s",
+    ]
+    assert rows["decode-0"][4] == "11+12"
+
+
+def test_status_as_json_holds_the_same(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    router.loads.workers.append(worker("decode-0", common_pb2.ROLE_DECODE, address=router.address))
+    assert main(["status", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["loads"]["workers"][0]["load"]["free_blocks"] == 32
+    assert seen["processes"] == {"decode-0@9": [11, 12]}
+
+
+def test_status_without_workers_says_so(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert "no worker is registered" in capsys.readouterr().out
+
+
+def test_health_is_its_exit_status(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", router.address]) == 0
+    router.health.enter_graceful_shutdown()
+    assert main(["health", router.address]) == 1
+    assert main(["health", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().out == "serving\nnot serving\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(f"paceline {__version__} ")
+
+
+def test_models_fetch_names_a_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "fetch", "dummy:tiny"]) == 0
+    assert capsys.readouterr().out == "dummy:tiny is built in\n"
+
+
+def test_talking_to_a_router_imports_neither_torch_nor_a_service(router: ScriptedRouter) -> None:
+    script = (
+        "import sys; from paceline.cli import main; assert main(['generate', 'Hi']) == 0; "
+        "print([name for name in sys.modules if name in ('torch', 'numpy', 'nixl') or 'paceline.services.' in name])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert run.stdout == "Hello world\n[]\n"
