@@ -24,7 +24,7 @@ def main(question: str) -> int:
     console = Console(highlight=False)
     settings = load(UpConfig, file=None, env=os.environ, flags={})
     resolve(settings.model, cache_dir=settings.cache_dir, offline=settings.offline)
-    console.print(f"[dim]$ paceline up[/]   router, prefill and decode, each in processes of its own; {settings.model}")
+    console.print(f"[dim]$ paceline up --model {settings.model}")
     with Cluster(prefill=1, decode=1) as cluster, cluster.client() as client:
         console.print(f"[dim]ready after {cluster.ready_after_s:.1f} s at {cluster.router}[/]\n\n[bold]{question}[/]\n")
         finish = stream_answer(client, question)
@@ -55,13 +55,14 @@ def timings_of(finish: Finish) -> Table:
     decoding_s = max(timings.total_s - timings.first_token_s, 1e-9)
     rate = (usage.completion_tokens - 1) / decoding_s
     table.add_row("prompt", f"{usage.prompt_tokens} tokens, computed in {timings.prefill_s * 1000:.0f} ms")
-    table.add_row("first token", f"after {timings.first_token_s * 1000:.0f} ms")
-    table.add_row("answer", f"{usage.completion_tokens} tokens, {rate:.1f} a second after the first")
     table.add_row(
-        "hand-off",
-        f"{transfer.blocks} KV blocks, {transfer.bytes / 1e6:.2f} MB in {transfer.parts} parts, "
-        f"{transfer.duration_s * 1000:.1f} ms",
+        "first token",
+        f"after {timings.first_token_s * 1000:.0f} ms, of them {timings.queued_s * 1000:.0f} ms in the queue",
     )
+    table.add_row("answer", f"{usage.completion_tokens} tokens, {rate:.1f} a second after the first")
+    took = f", {transfer.duration_s * 1000:.1f} ms" if transfer.duration_s else ""
+    moved = f"{transfer.blocks} KV blocks, {transfer.bytes / 1e6:.2f} MB in {transfer.parts} parts{took}"
+    table.add_row("hand-off", moved)
     return table
 
 
@@ -80,7 +81,7 @@ def servers_of(client: Client, finish: Finish) -> Table:
         if key is not None:
             table.add_row(what, key.worker_id, ", ".join(map(str, processes(key, role).process_ids)))
     router = client.server_info()
-    table.add_row("text and streaming by", "router", ", ".join(map(str, router.process_ids)))
+    table.add_row("text and streaming", "router", ", ".join(map(str, router.process_ids)))
     return table
 
 
