@@ -10,28 +10,30 @@ import time
 from typing import Final
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from paceline import __version__, client
+from paceline.cli.output import stdout_console
 from paceline.client import AsyncClient, Health, Loads, ServerInfo, Worker, worker_info_async
 from paceline.errors import PacelineError
 
 _REFRESH_S: Final = 1.0
+_EPOCH_DIGITS: Final = 6
 _COLUMNS: Final = (
     "worker",
     "role",
     "address",
     "epoch",
     "pids",
-    "running",
-    "waiting",
+    "run",
+    "wait",
     "used/total",
     "committed",
     "quarantined",
-    "heart-beat",
+    "heard",
 )
 
 
@@ -51,9 +53,9 @@ def status(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(msgspec.json.format(msgspec.json.encode(seen)).decode())
         else:
-            Console(highlight=False).print(render(seen))
+            stdout_console().print(render(seen))
         return 0
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(console=stdout_console(), auto_refresh=False) as live:
         while True:
             live.update(_look_and_render(arguments.router), refresh=True)
             time.sleep(_REFRESH_S)
@@ -89,7 +91,7 @@ def render(seen: Status) -> RenderableType:
         f"router {seen.router} (pid {pids}), Paceline {server.version}, model {server.model}, "
         f"up {server.uptime_s:.0f} s: {loads.queued} queued, {loads.active} active"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for index, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if index < 3 else "right", no_wrap=True)
     for worker in loads.workers:
@@ -103,7 +105,7 @@ def _row(worker: Worker, pids: tuple[int, ...]) -> tuple[str, ...]:
         worker.key.worker_id + (" (draining)" if worker.draining else ""),
         worker.role.value,
         worker.address,
-        str(worker.key.epoch),
+        f"…{worker.key.epoch % 10**_EPOCH_DIGITS:0{_EPOCH_DIGITS}}",  # the whole of it is in the JSON
         "+".join(map(str, pids)) or "?",
         str(load.running),
         str(load.waiting),

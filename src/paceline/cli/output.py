@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Final, TextIO
+
 from rich.console import Console
 from rich.text import Text
+
+_FILE_WIDTH: Final = 200
 
 
 def stderr_console() -> Console:
     """A console on stderr that neither wraps nor guesses colours."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, soft_wrap=True, width=_width(sys.stderr))
+
+
+def stdout_console() -> Console:
+    """A console on stdout for tables."""
+    return Console(highlight=False, width=_width(sys.stdout))
+
+
+def _width(stream: TextIO) -> int | None:
+    # A file or a pipe has no width, and nothing should be cut for it.
+    return None if stream.isatty() else _FILE_WIDTH
 
 
 def print_error(message: str) -> None:

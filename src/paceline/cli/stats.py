@@ -29,7 +29,7 @@ def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:
     table.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached")
     table.add_row("answer", f"{usage.completion_tokens} tokens, {_rate(finish)}, ended by {finish.reason.value}")
     queued = milliseconds(timings.queued_s)
-    table.add_row("first token", f"after {milliseconds(timings.first_token_s)}, of them {queued} in the queue")
+    table.add_row("first token", f"after {milliseconds(timings.first_token_s)}; placed after {queued}")
     table.add_row("total", milliseconds(timings.total_s))
     if finish.prefill_worker is None:
         table.add_row("prefill", f"on the decode worker, {finish.prompt_tokens_computed_on_decode} tokens")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -95,6 +97,21 @@ def test_chat_sends_a_conversation(router: ScriptedRouter, capsys: pytest.Captur
     turns = [(turn.role, turn.content) for turn in router.requests[0].chat.messages]
     assert turns == [("system", "Be brief."), ("user", "Hi")]
     assert capsys.readouterr().out == "Hello world\n"
+
+
+def test_chat_on_a_terminal_remembers_the_turns_until_it_is_reset(router: ScriptedRouter) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-P", "-m", "paceline.cli", "chat"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    os.close(slave)
+    os.write(master, b"Hi\nAnd now?\n/reset\nAgain\n/exit\n")
+    with contextlib.suppress(OSError):  # a pseudo-terminal's way of saying end
+        while os.read(master, 65536):
+            pass
+    os.close(master)
+    assert process.wait(WAIT_S) == 0
+    asked = [[turn.content for turn in request.chat.messages] for request in router.requests]
+    assert asked == [["Hi"], ["Hi", "Hello world", "And now?"], ["Again"]]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +210,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(router: ScriptedRouter
     assert router.cancelled.wait(WAIT_S)
 
 
-def test_status_is_a_table_with_every_worker(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_status_is_a_table_with_every_worker(router: ScriptedRouter) -> None:
     router.loads.queued = 3
     router.loads.workers.append(worker("prefill-0", common_pb2.ROLE_PREFILL))
     router.loads.workers.append(worker("decode-0", common_pb2.ROLE_DECODE, address=router.address))
@@ -207,7 +223,7 @@ def test_status_is_a_table_with_every_worker(router: ScriptedRouter, monkeypatch
         "prefill-0",
         "prefill",
         "127.0.0.1:1",
-        "9",
+        "…000009",
         "?",
         "2",
         "1",
