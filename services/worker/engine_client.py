@@ -75,6 +75,9 @@ class EngineClient:
             raise message.failure.error()
         assert isinstance(message, Ready), f"the engine's first words are {type(message).__name__}"
         self._heard = time.monotonic()
+        # Until its first report: one that registers without room gets no request before its first heart-beat.
+        blocks = message.limits.pool_blocks
+        self._load = WorkerLoad(total_blocks=blocks, free_blocks=blocks)
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._ping())]
         return message
 

@@ -185,6 +185,7 @@ class WorkerFront(ABC, Generic[Config]):
             starting.cancel()
             return 0
         self.ready = starting.result()
+        _count_load(self.metrics, self.load)
         self.registration = Registration(
             self.config.router,
             self._worker_info(),
@@ -309,8 +310,7 @@ def _on_signals() -> asyncio.Future[None]:
     return signalled
 
 
-def _count(counted: metrics.WorkerMetrics, report: Report) -> None:
-    load, activity = report.load, report.activity
+def _count_load(counted: metrics.WorkerMetrics, load: WorkerLoad) -> None:
     counted.running.set(load.running)
     counted.waiting.set(load.waiting)
     counted.set_pool(
@@ -319,6 +319,11 @@ def _count(counted: metrics.WorkerMetrics, report: Report) -> None:
         committed=load.committed_blocks,
         quarantined=load.quarantined_blocks,
     )
+
+
+def _count(counted: metrics.WorkerMetrics, report: Report) -> None:
+    activity = report.activity
+    _count_load(counted, report.load)
     if activity.step_seconds:
         counted.steps.inc()
         counted.step_seconds.observe(activity.step_seconds)
