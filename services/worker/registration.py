@@ -25,6 +25,7 @@ _log = get_logger(__name__)
 _CALL_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.5
 _RESOLVE_TIMEOUT_S: Final = 2.0
+_ASKS: Final = 2  # the first answer may be to a heart-beat that was under way, and know less than the router does now
 _COMPLAIN_EVERY: Final = 20  # failed tries between two log lines of one outage
 
 
@@ -74,17 +75,24 @@ class Registration:
 
     async def resolve(self, key: WorkerKey) -> PeerInfo:
         """The peer with exactly this epoch. Asks the routers if it is unknown; StaleEpoch if that does not help."""
-        peer = self._newest.get(key.worker_id)
-        if peer is None or peer.key.epoch < key.epoch:
-            self.hurry()
-            await asyncio.wait(
-                [asyncio.create_task(link.answered()) for link in self._links], timeout=_RESOLVE_TIMEOUT_S
-            )
+        for _ in range(_ASKS):
             peer = self._newest.get(key.worker_id)
+            if peer is not None and peer.key.epoch >= key.epoch:
+                break
+            await self._ask()
+        peer = self._newest.get(key.worker_id)
         if peer is None or peer.key != key:
             known = "not registered" if peer is None else f"registered as {peer.key}"
             raise StaleEpoch(f"worker {key} is {known}")
         return peer
+
+    async def _ask(self) -> None:
+        """Returns when every router has answered something, or is too late."""
+        self.hurry()
+        answers = [asyncio.create_task(link.answered()) for link in self._links]
+        _, late = await asyncio.wait(answers, timeout=_RESOLVE_TIMEOUT_S)
+        for answer in late:
+            answer.cancel()
 
     def learn(self, peers: list[common_pb2.Peer]) -> None:
         """Takes in what a router says of the other tier; an older epoch than a known one is old news."""
