@@ -1,24 +1,72 @@
-"""The kernels, behind one set of names. Today each is its twin in plain torch, `paceline.kernels.reference`."""
+"""The kernels, behind one set of names: Triton's form on a GPU, its torch twin elsewhere (`paceline.kernels.dispatch`).
 
-from paceline.kernels.reference import (
-    AttentionPlan,
-    add_rms_norm,
-    attention,
-    plan_attention,
-    rms_norm,
-    rope_and_store,
-    rope_tables,
-    sample,
-    sampling_keys,
-    store_rows,
-    swiglu,
-)
+The twins, in `paceline.kernels.reference`, say what each computes and in which shapes.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paceline.kernels import reference
+from paceline.kernels.dispatch import Backend, backend_for, dispatched, forced
+from paceline.kernels.paged_plan import PagedPlan, plan_pages
+from paceline.kernels.reference import rope_tables, sampling_keys, store_rows
+
+AttentionPlan = reference.AttentionPlan | PagedPlan
+
+rms_norm = dispatched(reference.rms_norm, "norm")
+add_rms_norm = dispatched(reference.add_rms_norm, "norm")
+qk_norm = dispatched(reference.qk_norm, "norm")
+swiglu = dispatched(reference.swiglu, "activation")
+geglu = dispatched(reference.geglu, "activation")
+linear = dispatched(reference.linear, "skinny_linear")
+rope_and_store = dispatched(reference.rope_and_store, "cache")
+copy_blocks = dispatched(reference.copy_blocks, "cache")
+sample = dispatched(reference.sample, "sampling")
+
+
+def plan_attention(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    pool: Tensor,
+    window: int | None = None,
+) -> AttentionPlan:
+    """How to compute a step's attention, once for all layers that share a window.
+
+    Request i has `starts[i]` tokens stored before the step, `lengths[i]` tokens in it, after those of request i - 1,
+    and its blocks in `tables[i]`. A token sees itself and the tokens before it, at most `window` in all; blocks that
+    lie before every window are never read, so their entries in the table may hold anything.
+    """
+    plan = reference.plan_attention if backend_for(pool) is Backend.TWIN else plan_pages
+    return plan(starts, lengths, tables, pool, window)
+
+
+def attention(qkv: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, scale: float | None = None) -> Tensor:
+    """Each token's attention to its request's tokens up to itself, the step's own already stored in the pool.
+
+    `qkv` [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim]. `scale` multiplies the products of
+    queries and keys; by default 1 / sqrt(head_dim).
+    """
+    if not isinstance(plan, PagedPlan):
+        return reference.attention(qkv, pool, layer, plan, scale)
+    from paceline.kernels.paged_attention import attention as compiled  # Triton comes with it: never on a CPU.
+
+    return compiled(qkv, pool, layer, plan, scale)
+
 
 __all__ = [
     "AttentionPlan",
+    "Backend",
+    "PagedPlan",
     "add_rms_norm",
     "attention",
+    "copy_blocks",
+    "forced",
+    "geglu",
+    "linear",
     "plan_attention",
+    "qk_norm",
     "rms_norm",
     "rope_and_store",
     "rope_tables",

@@ -1,0 +1,51 @@
+"""What every Triton kernel shares: starting it, and conversions that are right on a GPU and interpreted alike."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Kernels run in Triton's interpreter, on a CPU (TRITON_INTERPRET=1 when the process started)."""
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Starts a kernel on the device and current stream of its first argument, a tensor; an empty grid is no work."""
+    if 0 in grid:
+        return
+    device = args[0].device
+    if INTERPRETED:
+        # Padding may divide by zero: a GPU's arithmetic warns of nothing, and the interpreter's is to be the same.
+        with np.errstate(all="ignore"):
+            kernel[grid](*args, **options)
+    elif device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def upcast(tensor: Tensor) -> bool:
+    """Whether kernels widen what they load from this tensor before they multiply it.
+
+    Triton's interpreter keeps bfloat16 as 16-bit integers, and its products of them are wrong without a word.
+    """
+    return INTERPRETED and tensor.dtype == torch.bfloat16
+
+
+def power_of_two(value: int, least: int = 1) -> int:
+    """The smallest power of two that is at least both."""
+    return max(least, 1 << (max(1, value) - 1).bit_length())
+
+
+@triton.jit
+def narrow(x: Any, like: Any) -> Any:
+    """`x`, float32, in `like`'s element type, rounded to nearest even: interpreted, a store would truncate."""
+    if _INTERPRETED and like.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(like.dtype.element_ty)

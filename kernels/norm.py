@@ -1,0 +1,123 @@
+"""RMS norms: one program a row, which it reads once."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.launch import launch, narrow, power_of_two
+
+
+@triton.jit
+def _rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    out: Any,
+    x_stride: Any,
+    residual_stride: Any,
+    width: Any,
+    eps: Any,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    real = column < width
+    values = tl.load(x + row * x_stride + column, mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        at = residual + row * residual_stride + column
+        # The sum as it is kept, rounded: the next layers read that one.
+        kept = narrow(tl.load(at, mask=real, other=0.0).to(tl.float32) + values, residual)
+        tl.store(at, kept, mask=real)
+        values = kept.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
+    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    normed = narrow(values * scale, out).to(tl.float32) * factor
+    tl.store(out + row * width + column, narrow(normed, out), mask=real)
+
+
+def _run(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = rows if residual is None else residual
+    block = power_of_two(width)
+    launch(
+        _rms_norm,
+        (rows.shape[0],),
+        rows,
+        summed,
+        weight,
+        out,
+        rows.stride(0),
+        summed.stride(0),
+        width,
+        eps,
+        WIDTH=block,
+        ADD=residual is not None,
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As its twin."""
+    return _run(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As its twin."""
+    return _run(x, residual, weight, eps)
+
+
+@triton.jit
+def _qk_norm(
+    qkv: Any,
+    q_weight: Any,
+    k_weight: Any,
+    token_stride: Any,
+    heads: Any,
+    normed_heads: Any,
+    eps: Any,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, DIM)
+    inside = dim[None, :] < HEAD_DIM
+    real = (head < normed_heads)[:, None] & inside
+    is_query = (head < heads)[:, None]
+    at = qkv + token * token_stride + head[:, None] * HEAD_DIM + dim[None, :]
+    values = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + eps)
+    of_query = tl.load(q_weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    of_key = tl.load(k_weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    factor = tl.where(is_query, of_query[None, :], of_key[None, :])
+    normed = narrow(values * scale[:, None], qkv).to(tl.float32) * factor
+    tl.store(at, narrow(normed, qkv), mask=real)
+
+
+def qk_norm(qkv: Tensor, kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    """As its twin."""
+    tokens, all_heads, head_dim = qkv.shape
+    normed_heads = all_heads - kv_heads
+    chunk = power_of_two(min(normed_heads, 8))
+    launch(
+        _qk_norm,
+        (tokens, triton.cdiv(normed_heads, chunk)),
+        qkv,
+        q_weight,
+        k_weight,
+        qkv.stride(0),
+        normed_heads - kv_heads,
+        normed_heads,
+        eps,
+        HEAD_DIM=head_dim,
+        DIM=power_of_two(head_dim),
+        HEADS=chunk,
+    )

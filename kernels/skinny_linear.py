@@ -1,0 +1,208 @@
+"""The dense product with few rows, where reading the weights is all the time there is.
+
+Each program streams one band of outputs, or one piece of it along the inputs, through the matrix unit with the weights
+on its long side: [OUTPUTS, INPUTS] x [INPUTS, rows]. Where a band is split, the last of its programs to finish adds the
+pieces up, always in the same order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.launch import INTERPRETED, launch, narrow, power_of_two, upcast
+
+MOST_ROWS = 144
+"""Rows up to which the weights are streamed: sixteen requests of nine tokens. Beyond, the product is cuBLAS's."""
+_PROGRAMS = 264  # two on each of an H200's 132 multiprocessors
+_FEWEST_STEPS = 4  # of a piece's loop, or joining costs more than sharing saves
+
+
+@triton.jit
+def _load_rows(
+    x: Any, row_stride: Any, row: Any, rows: Any, column: Any, columns: Any, EVEN: tl.constexpr, UPCAST: tl.constexpr
+) -> Any:
+    """[column, row]."""
+    at = x + row[None, :] * row_stride + column[:, None]
+    inside = (row < rows)[None, :]
+    found = tl.load(at, mask=inside if EVEN else inside & (column < columns)[:, None], other=0.0)
+    return found.to(tl.float32) if UPCAST else found
+
+
+@triton.jit
+def _store_rows(
+    acc: Any, out: Any, bias: Any, row: Any, rows: Any, output: Any, outputs: Any, HAS_BIAS: tl.constexpr
+) -> None:
+    """`acc` [output, row]."""
+    if HAS_BIAS:
+        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+    inside = (row < rows)[None, :] & (output < outputs)[:, None]
+    tl.store(out + row[None, :].to(tl.int64) * outputs + output[:, None], narrow(acc, out), mask=inside)
+
+
+@triton.jit
+def _sum_pieces(
+    piece: Any, first: Any, band: Any, wide: Any, row: Any, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr
+) -> Any:
+    """The pieces of a band, [OUTPUTS, row]: read past the first cache, which may hold what was there before."""
+    output = tl.arange(0, OUTPUTS)
+    at = first + output[:, None] * wide + row[None, :]
+    acc = tl.load(piece + at, cache_modifier=".cg")
+    for split in range(1, SPLITS):
+        acc += tl.load(piece + at + split * band, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
+def _stream(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    pieces: Any,
+    arrivals: Any,
+    rows: Any,
+    outputs: Any,
+    inputs: Any,
+    x_stride: Any,
+    weight_stride: Any,
+    ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    band = tl.program_id(0)
+    split = tl.program_id(1)
+    output = band * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, ROWS)
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    # Rows past a power of two, of which there are few, are a second product with the same weights.
+    if TAIL > 0:
+        tail_row = ROWS + tl.arange(0, TAIL)
+        tail = tl.zeros([OUTPUTS, TAIL], tl.float32)
+    share = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    end = tl.minimum(inputs, (split + 1) * share)
+    known = (output < outputs)[:, None]
+    weight_row = weight + output.to(tl.int64)[:, None] * weight_stride
+    for first in range(split * share, end, INPUTS):
+        column = first + tl.arange(0, INPUTS)
+        inside = known if EVEN else known & (column < inputs)[None, :]
+        w = tl.load(weight_row + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        if UPCAST:
+            w = w.to(tl.float32)
+        acc = tl.dot(w, _load_rows(x, x_stride, row, rows, column, inputs, EVEN, UPCAST), acc, input_precision="ieee")
+        if TAIL > 0:
+            more = _load_rows(x, x_stride, tail_row, rows, column, inputs, EVEN, UPCAST)
+            tail = tl.dot(w, more, tail, input_precision="ieee")
+    if SPLITS == 1:
+        _store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
+        if TAIL > 0:
+            _store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
+        return
+
+    WIDE: tl.constexpr = ROWS + TAIL
+    place = tl.arange(0, OUTPUTS)[:, None] * WIDE
+    first_piece = band * SPLITS * OUTPUTS * WIDE
+    own = pieces + first_piece + split * OUTPUTS * WIDE + place
+    tl.store(own + row[None, :], acc)
+    if TAIL > 0:
+        tl.store(own + tail_row[None, :], tail)
+    tl.debug_barrier()  # All of the program's threads have stored before the one that counts it in.
+    if tl.atomic_add(arrivals + band, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        acc = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, row, SPLITS, OUTPUTS)
+        _store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
+        if TAIL > 0:
+            tail = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, tail_row, SPLITS, OUTPUTS)
+            _store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
+        tl.store(arrivals + band, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """How a product is cut up; numbers that were measured belong here, none is found while serving."""
+
+    rows: int
+    tail: int  # rows of the second product, 0: none
+    outputs: int
+    inputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def stream_shape(rows: int, outputs: int, inputs: int, element_bytes: int) -> StreamShape:
+    """For a product of these sizes."""
+    wide = power_of_two(rows, 16)
+    tail = 0
+    if rows > 128:
+        wide, tail = 128, power_of_two(rows - 128, 16)
+    band = 64
+    depth = 128 if element_bytes == 2 and wide <= 64 else 64 if element_bytes == 2 else 32
+    bands = triton.cdiv(outputs, band)
+    steps = triton.cdiv(inputs, depth)
+    splits = max(1, min(_PROGRAMS // bands, steps // _FEWEST_STEPS, 16))
+    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # as many as get something to do
+    return StreamShape(wide, tail, band, depth, splits, 4, 1 if INTERPRETED else 4 if element_bytes == 2 else 2)
+
+
+_arrivals: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def _counters(device: torch.device, bands: int) -> Tensor:
+    """Zeros, which every product leaves as zeros: one set a stream, on which products follow each other."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, power_of_two(bands, 4096))
+    if key not in _arrivals:
+        _arrivals[key] = torch.zeros(key[2], dtype=torch.int32, device=device)
+    return _arrivals[key]
+
+
+def stream_weights(x: Tensor, weight: Tensor, bias: Tensor | None, shape: StreamShape) -> Tensor:
+    """`linear` of `x` [rows, inputs] by the kernel, cut up as `shape` says."""
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
+    bands = triton.cdiv(outputs, shape.outputs)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    room = bands * shape.splits * shape.outputs * (shape.rows + shape.tail) if shape.splits > 1 else 1
+    pieces = torch.empty(room, dtype=torch.float32, device=x.device)
+    launch(
+        _stream,
+        (bands, shape.splits),
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        pieces,
+        _counters(x.device, bands),
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        weight.stride(0),
+        ROWS=shape.rows,
+        TAIL=shape.tail,
+        OUTPUTS=shape.outputs,
+        INPUTS=shape.inputs,
+        SPLITS=shape.splits,
+        EVEN=inputs % shape.inputs == 0,
+        HAS_BIAS=bias is not None,
+        UPCAST=upcast(x),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As its twin; more than MOST_ROWS rows are cuBLAS's."""
+    if x.shape[0] > MOST_ROWS:
+        return F.linear(x, weight, bias)
+    return stream_weights(x, weight, bias, stream_shape(x.shape[0], weight.shape[0], weight.shape[1], x.element_size()))
