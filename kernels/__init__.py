@@ -61,6 +61,7 @@ __all__ = [
     "PagedPlan",
     "add_rms_norm",
     "attention",
+    "backend_for",
     "copy_blocks",
     "forced",
     "geglu",

@@ -17,6 +17,15 @@ from paceline.errors import ExceedsPool, InvalidRequest, PromptTooLong, Unsuppor
 BLOCK_TOKENS = 16
 """Tokens in a KV block, everywhere. Part of the fingerprint."""
 
+BANNED = -100.0
+"""The logit bias that excludes its token, whatever the other logits are; the least that is accepted."""
+
+MAX_BIASES = 1_024
+"""Most ids in a request's logit_bias."""
+
+GROWTH_BLOCKS = 4
+"""Blocks for its answer's next tokens that a request is admitted with, and expects as it goes on."""
+
 RequestId = NewType("RequestId", str)
 ReservationId = NewType("ReservationId", str)
 
@@ -54,9 +63,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    min_p: float = 0.0  # of the most likely token's probability; 0: no limit
     seed: int = 0  # 64 bits; the router draws one where the caller gave none, so that P, D and a replay agree
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0  # before them nothing that would end the answer is chosen
+    repetition_penalty: float = 1.0  # of tokens in prompt and output; 1: none
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # of tokens in the output, for each time
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once; BANNED excludes
 
     @property
     def greedy(self) -> bool:
@@ -76,7 +91,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.seed < 2**64:
             raise InvalidRequest("seed", f"{self.seed} does not fit in 64 bits")
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size=vocab_size)
+        self._check_shaping(vocab_size)
         return self
+
+    def _check_shaping(self, vocab_size: int) -> None:
+        """The part of `validated` that concerns what changes logits."""
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequest("min_tokens", f"{self.min_tokens} is not from 0 to max_tokens {self.max_tokens}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequest("logit_bias", f"{len(self.logit_bias)} ids are over the limit of {MAX_BIASES}")
+        check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size=vocab_size)
+        for token_id, bias in self.logit_bias:
+            _check_range("logit_bias", bias, BANNED, -BANNED, f" for id {token_id}")
+        banned = {token_id for token_id, bias in self.logit_bias if bias <= BANNED}
+        if self.min_tokens:
+            banned.update(self.stop_token_ids)
+        if len(banned) >= vocab_size:
+            raise InvalidRequest("logit_bias", f"all of the {vocab_size} tokens are excluded")
+
+
+def _check_range(field: str, value: float, least: float, most: float, where: str = "") -> None:
+    if not least <= value <= most:  # also false for NaN
+        raise InvalidRequest(field, f"{value}{where} is not a number from {least:g} to {most:g}")
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

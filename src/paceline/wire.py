@@ -215,15 +215,19 @@ def load_from_proto(message: common_pb2.Load) -> types.WorkerLoad:
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
-_NEUTRAL: Final[Mapping[str, object]] = {
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "n": 1,
-}
-"""Values at which a field that is not served yet changes nothing, so that clients which always send them are served."""
+_OPTIONAL: Final = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Fields of one value, under the same name on both sides; one that is not set takes the default of the type."""
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams, *, seed: int) -> types.SamplingParams:
@@ -231,34 +235,27 @@ def sampling_from_proto(message: common_pb2.SamplingParams, *, seed: int) -> typ
 
     Raises UnsupportedFeature for a field that this version understands and does not serve.
     """
-    asked = {name: getattr(message, name) for name in _NEUTRAL if message.HasField(name)}
-    unsupported: dict[str, object] = {name: value for name, value in asked.items() if value != _NEUTRAL[name]}
-    if message.logit_bias:
-        unsupported["logit_bias"] = dict(message.logit_bias)
+    unsupported: dict[str, object] = {}
+    if message.HasField("n") and message.n != 1:
+        unsupported["n"] = message.n
     for name in ("logprobs", "prompt_logprobs"):
         if message.HasField(name):
             unsupported[name] = getattr(message, name)
     types.check_unsupported(unsupported)
-    defaults = types.SamplingParams()
+    asked = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     return types.SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
-        temperature=message.temperature if message.HasField("temperature") else defaults.temperature,
-        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
-        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
-        seed=message.seed if message.HasField("seed") else seed,
+        **{"seed": seed, **asked},
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
     )
 
 
 def sampling_to_proto(sampling: types.SamplingParams) -> common_pb2.SamplingParams:
     """Sampling parameters for the wire, every field set."""
     return common_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
+        **{name: getattr(sampling, name) for name in _OPTIONAL},
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        logit_bias=dict(sampling.logit_bias),
     )

@@ -25,6 +25,15 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from error
 
 
+def biases(text: str) -> dict[int, float]:
+    """`5:-100,7:1.5` as biases by id, for argparse."""
+    try:
+        pairs = [part.split(":") for part in text.split(",") if part.strip()]
+        return {int(token_id): float(bias) for token_id, bias in pairs}
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of biases such as 5:-100,7:1.5") from error
+
+
 def generate(arguments: argparse.Namespace) -> int:
     """Streams the continuation of a text or of token ids."""
     prompt = arguments.tokens if arguments.tokens is not None else _text(arguments.prompt)
@@ -129,6 +138,12 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        logit_bias=arguments.logit_bias,
+        min_tokens=arguments.min_tokens,
         seed=arguments.seed,
         stop=arguments.stop,
         stop_token_ids=arguments.stop_token_ids,

@@ -107,6 +107,18 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
     group.add_argument("--top-p", type=float, metavar="P", help="smallest set of tokens that reaches this probability")
     group.add_argument("--top-k", type=int, metavar="K", help="this many most likely tokens; 0 for all")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="drops what is this much less likely than the likeliest"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="of tokens in prompt and output; 1 is none"
+    )
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="of tokens in the output, -2 to 2")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same for each time, -2 to 2")
+    group.add_argument(
+        "--logit-bias", type=ask.biases, metavar="ID:X,ID:X", help="added to tokens' logits; -100 excludes"
+    )
+    group.add_argument("--min-tokens", type=int, metavar="N", help="tokens before which nothing ends the answer")
     group.add_argument("--seed", type=int, metavar="N", help="makes the answer repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
     group.add_argument("--stop-token-ids", type=ask.token_ids, metavar="A,B", help="token ids that end the answer")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.block_pool import BlockLease, BlockPool, PoolExhausted
+from paceline.engine.logits import Shaping
 from paceline.engine.request import Chunk, EngineRequest, Progress, StepOutput
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
@@ -54,6 +55,7 @@ class Engine:
         self._scheduler = Scheduler(
             token_budget=token_budget, context_tokens=config.context_tokens, eos_token_ids=config.eos_token_ids
         )
+        self._eos_token_ids = config.eos_token_ids
         self._held: dict[RequestId, BlockLease] = {}  # of requests that ended and were to hold
 
     @property
@@ -111,6 +113,7 @@ class Engine:
         request = EngineRequest(
             request_id, [*prompt, *output], len(prompt), sampling, lease, computed, hold, stop_after
         )
+        request.shaping = Shaping.of(sampling, prompt, self._eos_token_ids)
         self._check(request)
         self._scheduler.add(request)
 

@@ -23,7 +23,8 @@ def finish_reason(
 
     A token that stops the request is part of its output.
     """
-    if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos):
+    stops = token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
+    if stops and num_output > sampling.min_tokens:
         return FinishReason.STOP
     if num_output >= sampling.max_tokens or num_prompt + num_output >= context_tokens:
         return FinishReason.LENGTH

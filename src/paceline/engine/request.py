@@ -1,4 +1,4 @@
-"""A request inside the engine, and what a step says of it. Free of torch: the scheduler decides on these alone."""
+"""A request inside the engine, and what a step says of it: what the scheduler decides on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.engine.block_pool import BlockLease
+from paceline.engine.logits import Shaping
 from paceline.errors import EngineError
 from paceline.types import FinishReason, RequestId, SamplingParams
 
@@ -29,6 +30,8 @@ class EngineRequest:
     computed: int = 0
     hold: bool = False  # keep the blocks after the end, until they are released by name
     stop_after: int | None = None  # end after so many output tokens, whatever else
+    choice: int = 0  # which of its caller's parallel samples
+    shaping: Shaping | None = None  # what it asks of its logits
 
     @property
     def target(self) -> int:

@@ -1,7 +1,8 @@
 """From logits to tokens, without state: a draw is keyed by (seed, choice, absolute position, token id) alone.
 
 So, given equal logits, the token is equal: in any batch, on either tier, after a replay. `paceline.kernels.sample` has
-the mathematics; here rows are sorted into greedy and drawn ones, and unusable logits are found.
+the mathematics; here logits are shaped as requests ask, rows are sorted into greedy and drawn ones, and unusable logits
+are found.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline import kernels
+from paceline.engine.logits import Shaping, shape
+from paceline.engine.narrow_draw import narrow_draw
 from paceline.engine.request import EngineRequest, Sampled
 from paceline.types import SamplingParams
 
@@ -24,33 +27,44 @@ class DrawPoint:
     sampling: SamplingParams
     position: int  # of the token to sample: the tokens before it
     choice: int = 0  # which of a request's parallel samples
+    shaping: Shaping | None = None  # caught up with the tokens before it
 
     @classmethod
     def of(cls, request: EngineRequest) -> DrawPoint:
         """Where the request samples next."""
-        return cls(request.sampling, request.target)
+        if request.shaping is not None:
+            request.shaping.catch_up(request.tokens)
+        return cls(request.sampling, request.target, request.choice, request.shaping)
 
 
 def sample(logits: Tensor, points: Sequence[DrawPoint]) -> Sampled:
-    """One token for each row of `logits` [rows, vocab]; rows with NaN or infinite logits are reported as bad.
+    """One token for each row of `logits` [rows, vocab], float32.
 
-    Greedy rows take the most likely token, of equals the one with the lowest id.
+    Rows with NaN or infinite logits are reported as bad, and so are those whose every token is excluded. Greedy rows
+    take the most likely token, of equals the one with the lowest id.
     """
     if not points:
         return Sampled([])
-    token_ids = logits.argmax(-1)
+    bad = _rows(~_finite(logits))
+    shaped = shape(logits, [point.shaping for point in points])
+    if shaped is not logits:
+        bad |= _rows(shaped.amax(-1) == -torch.inf)
+    token_ids = shaped.argmax(-1)
     drawn = [row for row, point in enumerate(points) if not point.sampling.greedy]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        chosen = logits if len(drawn) == len(points) else logits[rows]
+        chosen = shaped if len(drawn) == len(points) else shaped[rows]
         token_ids[rows] = _draw(chosen, [points[row] for row in drawn])
-    return Sampled(token_ids.tolist(), _bad_rows(logits))
+    return Sampled(token_ids.tolist(), bad)
 
 
-def _bad_rows(logits: Tensor) -> frozenset[int]:
+def _finite(logits: Tensor) -> Tensor:
     least, most = logits.aminmax(dim=-1)
-    finite = least.isfinite() & most.isfinite()
-    return frozenset() if bool(finite.all()) else frozenset(torch.nonzero(~finite)[:, 0].tolist())
+    return least.isfinite() & most.isfinite()
+
+
+def _rows(mask: Tensor) -> frozenset[int]:
+    return frozenset(torch.nonzero(mask)[:, 0].tolist()) if bool(mask.any()) else frozenset()
 
 
 def _draw(logits: Tensor, points: Sequence[DrawPoint]) -> Tensor:
@@ -59,17 +73,27 @@ def _draw(logits: Tensor, points: Sequence[DrawPoint]) -> Tensor:
     def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)
 
-    return kernels.sample(
-        logits,
-        temperature=column([point.sampling.temperature for point in points], torch.float64),
-        top_k=column([point.sampling.top_k for point in points], torch.int64),
-        top_p=column([point.sampling.top_p for point in points], torch.float64),
-        keys=kernels.sampling_keys(
+    columns = (
+        column([point.sampling.temperature for point in points], torch.float64),
+        column([point.sampling.top_k for point in points], torch.int64),
+        column([point.sampling.top_p for point in points], torch.float64),
+        kernels.sampling_keys(
             column([_signed(point.sampling.seed) for point in points], torch.int64),
             column([point.choice for point in points], torch.int64),
             column([point.position for point in points], torch.int64),
         ),
     )
+    cut = [row for row, point in enumerate(points) if point.sampling.top_k > 0 or point.sampling.top_p < 1.0]
+    if not cut or kernels.backend_for(logits) is not kernels.Backend.TWIN:
+        return kernels.sample(logits, *columns)
+    rows = torch.tensor(cut)
+    token_ids = torch.full((len(points),), -1)
+    found, certain = narrow_draw(logits[rows], *(each[rows] for each in columns))
+    token_ids[rows[certain]] = found[certain]
+    left = torch.nonzero(token_ids < 0)[:, 0]
+    if len(left):
+        token_ids[left] = kernels.sample(logits[left], *(each[left] for each in columns))
+    return token_ids
 
 
 def _signed(seed: int) -> int:
