@@ -106,7 +106,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "pending_prompt_tokens", "total_blocks", "free_blocks", "committed_blocks", "quarantined_blocks", "tick_age")
+    __slots__ = ("running", "waiting", "pending_prompt_tokens", "total_blocks", "free_blocks", "committed_blocks", "quarantined_blocks", "tick_age", "kept_blocks")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Load(_message.Message):
     COMMITTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TICK_AGE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_prompt_tokens: int
@@ -123,7 +124,8 @@ class Load(_message.Message):
     committed_blocks: int
     quarantined_blocks: int
     tick_age: _duration_pb2.Duration
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., tick_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    kept_blocks: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., tick_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("vocab_size", "context_tokens", "pool_blocks")
@@ -260,15 +262,17 @@ class Timings(_message.Message):
     def __init__(self, queued: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Transfer(_message.Message):
-    __slots__ = ("blocks", "bytes", "parts", "parts_before_last_chunk", "duration")
+    __slots__ = ("blocks", "bytes", "parts", "parts_before_last_chunk", "duration", "held_blocks")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     PARTS_BEFORE_LAST_CHUNK_FIELD_NUMBER: _ClassVar[int]
     DURATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     bytes: int
     parts: int
     parts_before_last_chunk: int
     duration: _duration_pb2.Duration
-    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., parts: _Optional[int] = ..., parts_before_last_chunk: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    held_blocks: int
+    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., parts: _Optional[int] = ..., parts_before_last_chunk: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., held_blocks: _Optional[int] = ...) -> None: ...

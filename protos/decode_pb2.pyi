@@ -21,7 +21,7 @@ RETARGET_TO_REMOTE: RetargetTo
 RETARGET_TO_LOCAL: RetargetTo
 
 class DecodeGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "reservation_id", "prompt", "sampling", "local", "timeout")
+    __slots__ = ("request_id", "epoch", "reservation_id", "prompt", "sampling", "local", "timeout", "priority", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,8 @@ class DecodeGenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     reservation_id: str
@@ -36,19 +38,23 @@ class DecodeGenerateRequest(_message.Message):
     sampling: _common_pb2.SamplingParams
     local: bool
     timeout: _duration_pb2.Duration
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., local: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    priority: int
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., local: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class DecodeGenerateResponse(_message.Message):
-    __slots__ = ("reserved", "tokens", "finish", "retargeted")
+    __slots__ = ("reserved", "tokens", "finish", "retargeted", "choice_finish")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     RETARGETED_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FINISH_FIELD_NUMBER: _ClassVar[int]
     reserved: Reserved
     tokens: Tokens
     finish: DecodeFinish
     retargeted: Retargeted
-    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[DecodeFinish, _Mapping]] = ..., retargeted: _Optional[_Union[Retargeted, _Mapping]] = ...) -> None: ...
+    choice_finish: ChoiceFinish
+    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[DecodeFinish, _Mapping]] = ..., retargeted: _Optional[_Union[Retargeted, _Mapping]] = ..., choice_finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("attempt", "load")
@@ -65,30 +71,46 @@ class Retargeted(_message.Message):
     def __init__(self, attempt: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("ids", "index", "logprobs")
+    __slots__ = ("ids", "index", "logprobs", "choice", "prompt_logprobs")
     IDS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     index: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+    choice: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., choice: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class ChoiceFinish(_message.Message):
+    __slots__ = ("choice", "reason", "completion_tokens")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    reason: _common_pb2.FinishReason
+    completion_tokens: int
+    def __init__(self, choice: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeFinish(_message.Message):
-    __slots__ = ("reason", "completion_tokens", "prompt_tokens_computed", "transfer", "load", "attempts")
+    __slots__ = ("reason", "completion_tokens", "prompt_tokens_computed", "transfer", "load", "attempts", "cached_tokens")
     REASON_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     completion_tokens: int
     prompt_tokens_computed: int
     transfer: _common_pb2.Transfer
     load: _common_pb2.Load
     attempts: int
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., attempts: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., attempts: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ClaimWriteRequest(_message.Message):
     __slots__ = ("reservation_id", "attempt", "decode_epoch", "writer", "writer_address", "fingerprint")
@@ -143,10 +165,12 @@ class RetargetResponse(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., local: _Optional[bool] = ..., already_landed: _Optional[bool] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class DecodeAbortRequest(_message.Message):
-    __slots__ = ("reservation_id",)
+    __slots__ = ("reservation_id", "choice")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     reservation_id: str
-    def __init__(self, reservation_id: _Optional[str] = ...) -> None: ...
+    choice: int
+    def __init__(self, reservation_id: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class DecodeAbortResponse(_message.Message):
     __slots__ = ("found", "load")
@@ -181,10 +205,12 @@ class DecodeSubscribeKvEventsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeSubscribeKvEventsResponse(_message.Message):
-    __slots__ = ("event",)
+    __slots__ = ("event", "epoch")
     EVENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     event: _common_pb2.KvEvent
-    def __init__(self, event: _Optional[_Union[_common_pb2.KvEvent, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, event: _Optional[_Union[_common_pb2.KvEvent, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DecodeDrainRequest(_message.Message):
     __slots__ = ()

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt", "sampling", "reservation_id", "attempt", "decode", "timeout")
+    __slots__ = ("request_id", "epoch", "prompt", "sampling", "reservation_id", "attempt", "decode", "timeout", "priority", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class PrefillRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -28,10 +30,12 @@ class PrefillRequest(_message.Message):
     attempt: int
     decode: _common_pb2.Peer
     timeout: _duration_pb2.Duration
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., reservation_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    priority: int
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., reservation_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.Peer, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("tokens", "finish", "load", "duration", "cached_tokens", "logprobs", "transfer")
+    __slots__ = ("tokens", "finish", "load", "duration", "cached_tokens", "logprobs", "transfer", "prompt_logprobs", "finishes")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +43,8 @@ class PrefillResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHES_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     finish: _common_pb2.FinishReason
     load: _common_pb2.Load
@@ -46,7 +52,9 @@ class PrefillResponse(_message.Message):
     cached_tokens: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
     transfer: _common_pb2.Transfer
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
+    finishes: _containers.RepeatedScalarFieldContainer[_common_pb2.FinishReason]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[_common_pb2.FinishReason, str]]] = ...) -> None: ...
 
 class PrefillAbortRequest(_message.Message):
     __slots__ = ("reservation_id", "attempt", "epoch")
@@ -93,10 +101,12 @@ class PrefillSubscribeKvEventsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillSubscribeKvEventsResponse(_message.Message):
-    __slots__ = ("event",)
+    __slots__ = ("event", "epoch")
     EVENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     event: _common_pb2.KvEvent
-    def __init__(self, event: _Optional[_Union[_common_pb2.KvEvent, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, event: _Optional[_Union[_common_pb2.KvEvent, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillDrainRequest(_message.Message):
     __slots__ = ()
