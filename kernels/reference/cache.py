@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 def rope_tables(
-    head_dim: int, context_tokens: int, theta: float, device: torch.device | None = None
+    head_dim: int,
+    context_tokens: int,
+    theta: float,
+    device: torch.device | None = None,
+    factors: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each position's angles, both [context_tokens, head_dim / 2], float32."""
+    """Cosines and sines of each position's angles, both [context_tokens, head_dim / 2], float32.
+
+    `factors`, where there are any, divide the frequencies: one for each.
+    """
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    if factors:
+        inverse /= torch.tensor(factors, dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float32, device=device), inverse)
     return angles.cos(), angles.sin()
 

@@ -19,6 +19,19 @@ class Fields:
         """The raw value, None where the key is absent or null."""
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null: to some keys that is a value."""
+        return key in self._values
+
+    def section(self, key: str) -> Fields | None:
+        """The object under `key`, or None where it is absent or null."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, dict):
+            return Fields(value, f"{self.origin}: {key}")
+        raise self.wrong(key, "an object")
+
     def integer(self, key: str, default: int | None = None) -> int:
         """An int; without a default the key must be there."""
         value = self.optional_integer(key)

@@ -1,4 +1,4 @@
-"""A model in a Hugging Face folder: config.json, safetensors files, and possibly their index."""
+"""The tensors of a model in a Hugging Face folder: safetensors files, and possibly their index."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoint.fields import Fields
-from paceline.checkpoint.model_config import ModelConfig
+from paceline.checkpoint.hf_config import read_json
 from paceline.checkpoint.tensors import HostTensor, TensorInfo, map_file, unmap
 from paceline.errors import CheckpointError, quote
-
-ARCHITECTURES: Final = ("LlamaForCausalLM",)
-CONFIG: Final = "config.json"
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -28,107 +24,6 @@ _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON file that holds an object, or `CheckpointError`."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: this is not a JSON object: {error}") from error
-
-
-def model_config(config_file: Path, name: str) -> ModelConfig:
-    """The model's shape out of config.json, or `CheckpointError` for what is not served."""
-    fields = Fields(read_json(config_file), str(config_file))
-    _refuse_variants(fields)
-    num_heads = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
-    if num_heads <= 0:
-        raise CheckpointError(f"{config_file}: num_attention_heads is {num_heads}, expected more than 0")
-    rope = _rope(fields)
-    return ModelConfig(
-        architecture="llama",
-        name=name,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
-        context_tokens=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10_000.0)),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        eos_token_ids=_eos_token_ids(fields, config_file.parent),
-        bos_token_id=fields.optional_integer("bos_token_id"),
-    ).checked(str(config_file))
-
-
-def _refuse_variants(fields: Fields) -> None:
-    architectures = fields.get("architectures")
-    if not isinstance(architectures, list) or not set(architectures) & set(ARCHITECTURES):
-        raise CheckpointError(
-            f"{fields.origin}: architectures is {quote(architectures)}, supported are {', '.join(ARCHITECTURES)}"
-        )
-    for key, accepted in (
-        ("attention_bias", (None, False)),
-        ("mlp_bias", (None, False)),
-        ("hidden_act", (None, "silu", "swish")),
-        ("quantization_config", (None,)),
-        ("partial_rotary_factor", (None, 1, 1.0)),
-    ):
-        if fields.get(key) not in accepted:
-            raise CheckpointError(f"{fields.origin}: {key} is {quote(fields.get(key))}, which is not supported")
-
-
-def _rope(fields: Fields) -> Fields:
-    """The rotary parameters, refused where they scale. Newer files say rope_parameters, older ones rope_scaling."""
-    for key in ("rope_parameters", "rope_scaling"):
-        value = fields.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise fields.wrong(key, "an object")
-        rope = Fields(value, f"{fields.origin}: {key}")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default":
-            raise CheckpointError(
-                f"{fields.origin}: {key} has the type {quote(kind)}, and scaled rotary embeddings are not supported"
-            )
-        return rope
-    return Fields({}, fields.origin)
-
-
-def _eos_token_ids(fields: Fields, folder: Path) -> tuple[int, ...]:
-    """The ids that end a turn, by config.json and, as far as they are there, its neighbours.
-
-    Chat models tuned from a base model often name the end of a turn in their tokenizer's settings alone.
-    """
-    ids = set(fields.token_ids("eos_token_id"))
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        ids |= set(Fields(read_json(generation), str(generation)).token_ids("eos_token_id"))
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        ids |= _named_eos(read_json(settings))
-    return tuple(sorted(ids))
-
-
-def _named_eos(settings: Mapping[str, object]) -> set[int]:
-    """The id of `eos_token`, where the settings list it with their added tokens."""
-    eos, added = settings.get("eos_token"), settings.get("added_tokens_decoder")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    if text is None or not isinstance(added, dict):
-        return set()
-    return {
-        int(token_id)
-        for token_id, token in added.items()
-        if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal()
-    }
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from paceline.checkpoint import dummy, gguf_file, hf_folder
+from paceline.checkpoint import dummy, gguf_config, gguf_file, hf_config, hf_folder
 from paceline.checkpoint.gguf_header import read_header
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.checkpoint.source import DUMMY_PREFIX, Source, SourceKind
@@ -25,12 +25,12 @@ _DIGEST_VERSION: Final = b"paceline-weights-1"
 def read_config(source: Source) -> ModelConfig:
     """The model's shape; reads headers alone. Raises `CheckpointError`."""
     if source.kind is SourceKind.GGUF:
-        return gguf_file.model_config(read_header(_path(source)), source.name)
+        return gguf_config.model_config(read_header(_path(source)), source.name)
     if source.kind is SourceKind.FOLDER:
-        return hf_folder.model_config(_path(source) / hf_folder.CONFIG, source.name)
+        return hf_config.model_config(_path(source) / hf_config.CONFIG, source.name)
     if source.path is None:
         return dummy.SHAPES[source.name.removeprefix(DUMMY_PREFIX)]
-    return hf_folder.model_config(source.path, source.name)
+    return hf_config.model_config(source.path, source.name)
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def open_tensors(source: Source) -> Iterator[Tensors]:
     tensors: Tensors
     if source.kind is SourceKind.GGUF:
         header = read_header(_path(source))
-        tensors = gguf_file.GgufTensors(header, gguf_file.model_config(header, source.name))
+        tensors = gguf_file.GgufTensors(header, gguf_config.model_config(header, source.name))
     else:
         tensors = hf_folder.SafetensorsTensors(_path(source))
     with closing(tensors):

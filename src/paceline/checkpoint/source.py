@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from paceline.checkpoint import dummy, hf_folder
+from paceline.checkpoint import dummy, hf_config
 from paceline.checkpoint.fetch import DEFAULT_MODEL, fetch
 from paceline.errors import CheckpointError, quote
 
@@ -47,8 +47,8 @@ def resolve(spec: str, *, cache_dir: Path, offline: bool = False) -> Source:
         raise _unknown(spec, "is neither a known model nor a path that exists")
     path = path.resolve()
     if path.is_dir():
-        if not (path / hf_folder.CONFIG).is_file():
-            raise _unknown(spec, f"is a folder without {hf_folder.CONFIG}")
+        if not (path / hf_config.CONFIG).is_file():
+            raise _unknown(spec, f"is a folder without {hf_config.CONFIG}")
         return Source(SourceKind.FOLDER, path.name, path)
     if path.suffix.lower() != ".gguf":
         raise _unknown(spec, "is a file whose name does not end in .gguf")
@@ -61,7 +61,7 @@ def _dummy(spec: str) -> Source:
         return Source(SourceKind.DUMMY, spec, None)
     path = Path(shape).expanduser()
     if shape and "\0" not in shape and path.is_dir():
-        path = path / hf_folder.CONFIG
+        path = path / hf_config.CONFIG
     if not shape or "\0" in shape or not path.is_file():
         raise _unknown(spec, "names neither a built-in shape nor a config.json that exists")
     path = path.resolve()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,16 @@ class Batch:
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], absolute, from 0
     store_rows: Tensor  # [tokens, 2 * kv_heads], where layer 0 keeps them
-    attention: kernels.AttentionPlan
+    attention: Mapping[int | None, kernels.AttentionPlan]  # by the window of the layers that share it
     sample_rows: Tensor  # [samples], tokens whose logits are wanted
     opened_blocks: Tensor  # [blocks] that the step begins and doesn't fill
 
 
-def build_batch(chunks: Sequence[Chunk], pool: Tensor) -> Batch:
-    """Flattens `chunks`, whose leases hold the blocks up to each chunk's end, for the pool of this shape and device."""
+def build_batch(chunks: Sequence[Chunk], pool: Tensor, windows: Collection[int | None] = (None,)) -> Batch:
+    """Flattens `chunks`, whose leases hold the blocks up to each chunk's end, for the pool of this shape and device.
+
+    `windows` are those that the model's layers have.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -46,12 +49,16 @@ def build_batch(chunks: Sequence[Chunk], pool: Tensor) -> Batch:
         token_ids=_ids(token_ids, pool),
         positions=_ids(positions, pool),
         store_rows=kernels.store_rows(_ids(slots, pool), pool),
-        attention=kernels.plan_attention(
-            [chunk.start for chunk in chunks],
-            [chunk.num_tokens for chunk in chunks],
-            [chunk.request.lease.blocks for chunk in chunks],
-            pool,
-        ),
+        attention={
+            window: kernels.plan_attention(
+                [chunk.start for chunk in chunks],
+                [chunk.num_tokens for chunk in chunks],
+                [chunk.request.lease.blocks for chunk in chunks],
+                pool,
+                window,
+            )
+            for window in windows
+        },
         sample_rows=_ids(sample_rows, pool),
         opened_blocks=_ids(opened, pool),
     )

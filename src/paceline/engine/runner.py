@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine import sampler
 from paceline.engine.batch import build_batch
-from paceline.engine.model import Llama
+from paceline.engine.models import create
 from paceline.engine.request import Chunk, Sampled
 from paceline.engine.weights import Weights
 from paceline.types import BLOCK_TOKENS
@@ -23,7 +23,8 @@ class Runner:
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, *, num_blocks: int) -> None:
-        self.model = Llama(config, weights)
+        self.model = create(config, weights)
+        self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self.pool = torch.zeros(
             (num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim),
             dtype=weights.embed.dtype,
@@ -38,7 +39,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> Sampled:
         """Computes the chunks, whose leases reach to their ends, and samples for those that complete their requests."""
-        batch = build_batch(chunks, self.pool)
+        batch = build_batch(chunks, self.pool, self._windows)
         if batch.opened_blocks.numel():
             # A block that starts out partly filled is read whole, with the rest masked. Masking hides any number but
             # NaN, and the block's last owner may have left some: its failure must not become ours.

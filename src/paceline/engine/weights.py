@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
@@ -19,14 +19,26 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are [out, in], as `torch.nn.functional.linear` takes them."""
+    """One layer. Matrices are [out, in], as `torch.nn.functional.linear` takes them; None: the model has no such thing.
+
+    Gemma's norms are stored as Gemma multiplies by them, 1 + w.
+    """
 
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]: all of q, then k, then v
     o: torch.Tensor  # [hidden, heads * head_dim]
-    post_norm: torch.Tensor  # [hidden]
+    mlp_norm: torch.Tensor  # [hidden], before the MLP
     gate_up: torch.Tensor  # [2 * intermediate, hidden]: all of gate, then up
     down: torch.Tensor  # [hidden, intermediate]
+    qkv_bias: torch.Tensor | None = None  # [(heads + 2 * kv_heads) * head_dim]
+    q_norm: torch.Tensor | None = None  # [head_dim]
+    k_norm: torch.Tensor | None = None  # [head_dim]
+    attention_out_norm: torch.Tensor | None = None  # [hidden], of what attention adds to the residual
+    mlp_out_norm: torch.Tensor | None = None  # [hidden], of what the MLP adds
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those there are."""
+        yield from (value for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class Weights:
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.embed, self.final_norm, self.lm_head)
         for layer in self.layers:
-            yield from (layer.input_norm, layer.qkv, layer.o, layer.post_norm, layer.gate_up, layer.down)
+            yield from layer.tensors()
 
 
 def load(
@@ -72,7 +84,8 @@ def load(
     with open_tensors(source) as tensors:
         _check_names(source, config, tensors, slots)
         for index, slot in enumerate(slots):
-            slot.target.copy_(_as_torch(tensors.read(slot.name)))
+            values = _as_torch(tensors.read(slot.name))
+            slot.target.copy_(values.float() + 1.0 if slot.plus_one else values)
             if progress is not None:
                 progress(index + 1, len(slots))
     return weights
@@ -84,6 +97,7 @@ class _Slot:
 
     name: str
     target: torch.Tensor
+    plus_one: bool = False  # the checkpoint holds 1 less
 
 
 def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -92,6 +106,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    is_gemma = config.architecture == "gemma3"
     embed = empty(config.vocab_size, hidden)
     return Weights(
         embed=embed,
@@ -100,9 +115,14 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
                 input_norm=empty(hidden),
                 qkv=empty(q_size + 2 * kv_size, hidden),
                 o=empty(hidden, q_size),
-                post_norm=empty(hidden),
+                mlp_norm=empty(hidden),
                 gate_up=empty(2 * intermediate, hidden),
                 down=empty(hidden, intermediate),
+                qkv_bias=empty(q_size + 2 * kv_size) if config.qkv_bias else None,
+                q_norm=empty(config.head_dim) if config.qk_norm else None,
+                k_norm=empty(config.head_dim) if config.qk_norm else None,
+                attention_out_norm=empty(hidden) if is_gemma else None,
+                mlp_out_norm=empty(hidden) if is_gemma else None,
             )
             for _ in range(config.num_layers)
         ),
@@ -113,32 +133,54 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 def _slots(config: ModelConfig, weights: Weights) -> Iterator[_Slot]:
     """Every tensor of a checkpoint, by its Hugging Face name, with its place."""
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    is_gemma = config.architecture == "gemma3"
     yield _Slot("model.embed_tokens.weight", weights.embed)
     for index, layer in enumerate(weights.layers):
-        parts = {
-            "input_layernorm": layer.input_norm,
-            "self_attn.q_proj": layer.qkv[:q_size],
-            "self_attn.k_proj": layer.qkv[q_size : q_size + kv_size],
-            "self_attn.v_proj": layer.qkv[q_size + kv_size :],
-            "self_attn.o_proj": layer.o,
-            "post_attention_layernorm": layer.post_norm,
-            "mlp.gate_proj": layer.gate_up[: config.intermediate_size],
-            "mlp.up_proj": layer.gate_up[config.intermediate_size :],
-            "mlp.down_proj": layer.down,
-        }
-        for part, target in parts.items():
-            yield _Slot(f"model.layers.{index}.{part}.weight", target)
-    yield _Slot("model.norm.weight", weights.final_norm)
+        for name, target in _layer_slots(config, layer).items():
+            yield _Slot(f"model.layers.{index}.{name}", target, plus_one=is_gemma and name.endswith("norm.weight"))
+    yield _Slot("model.norm.weight", weights.final_norm, plus_one=is_gemma)
     if not config.tied_embeddings:
         yield _Slot("lm_head.weight", weights.lm_head)
 
 
+def _layer_slots(config: ModelConfig, layer: LayerWeights) -> dict[str, torch.Tensor]:
+    """The places of one layer's tensors, by their names behind the layer's."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found = {
+        "input_layernorm.weight": layer.input_norm,
+        **_thirds("weight", layer.qkv, q_size, kv_size),
+        "self_attn.o_proj.weight": layer.o,
+        "mlp.gate_proj.weight": layer.gate_up[: config.intermediate_size],
+        "mlp.up_proj.weight": layer.gate_up[config.intermediate_size :],
+        "mlp.down_proj.weight": layer.down,
+    }
+    if layer.qkv_bias is not None:
+        found |= _thirds("bias", layer.qkv_bias, q_size, kv_size)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        found |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
+    if layer.attention_out_norm is None or layer.mlp_out_norm is None:
+        return found | {"post_attention_layernorm.weight": layer.mlp_norm}
+    return found | {
+        "post_attention_layernorm.weight": layer.attention_out_norm,
+        "pre_feedforward_layernorm.weight": layer.mlp_norm,
+        "post_feedforward_layernorm.weight": layer.mlp_out_norm,
+    }
+
+
+def _thirds(kind: str, fused: torch.Tensor, q_size: int, kv_size: int) -> dict[str, torch.Tensor]:
+    """The places of queries', keys' and values' parts in a fused tensor."""
+    return {
+        f"self_attn.q_proj.{kind}": fused[:q_size],
+        f"self_attn.k_proj.{kind}": fused[q_size : q_size + kv_size],
+        f"self_attn.v_proj.{kind}": fused[q_size + kv_size :],
+    }
+
+
 def _fill_randomly(slots: list[_Slot], generator: torch.Generator, progress: Progress | None) -> None:
-    """Norms of 1 and matrices of variance 1 / fan-in, so that activations and logits stay of the order of 1."""
+    """Norms of 1, no bias, and matrices of variance 1 / fan-in: activations and logits stay of the order of 1."""
     for index, slot in enumerate(slots):
         if slot.target.dim() == 1:
-            slot.target.fill_(1.0)
+            slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
         else:
             slot.target.normal_(0.0, slot.target.shape[-1] ** -0.5, generator=generator)
         if progress is not None:

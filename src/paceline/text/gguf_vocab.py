@@ -7,7 +7,7 @@ from typing import Final
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.checkpoint.fields import Fields
-from paceline.checkpoint.gguf_file import CONTROL_TOKEN
+from paceline.checkpoint.gguf_config import CONTROL_TOKEN
 from paceline.checkpoint.gguf_header import GgufHeader
 from paceline.errors import CheckpointError, quote
 from paceline.text.vocab import Vocab

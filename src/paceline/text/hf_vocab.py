@@ -7,7 +7,7 @@ from typing import Final
 
 from tokenizers import Tokenizer, decoders
 
-from paceline.checkpoint.hf_folder import read_json
+from paceline.checkpoint.hf_config import read_json
 from paceline.errors import CheckpointError, quote
 from paceline.text.vocab import Vocab
 

@@ -36,9 +36,9 @@ def test_eos_ids_are_those_of_the_config_the_generation_config_and_the_tokenizer
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*supported are LlamaForCausalLM"),
         ({"architectures": None}, "architectures is None"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling has the type 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has the type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has the type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: rotary embeddings scaled by 'yarn'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -35,7 +35,7 @@ def fused(model: Any) -> Weights:
             input_norm=part["input_layernorm.weight"],
             qkv=torch.cat([part[f"self_attn.{name}_proj.weight"] for name in "qkv"]),
             o=part["self_attn.o_proj.weight"],
-            post_norm=part["post_attention_layernorm.weight"],
+            mlp_norm=part["post_attention_layernorm.weight"],
             gate_up=torch.cat([part[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]),
             down=part["mlp.down_proj.weight"],
         )

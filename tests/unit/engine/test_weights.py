@@ -38,7 +38,7 @@ def assert_holds(weights: Weights, tensors: dict[str, torch.Tensor], dtype: torc
             "input_norm": fused(index, "input_layernorm"),
             "qkv": fused(index, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "o": fused(index, "self_attn.o_proj"),
-            "post_norm": fused(index, "post_attention_layernorm"),
+            "mlp_norm": fused(index, "post_attention_layernorm"),
             "gate_up": fused(index, "mlp.gate_proj", "mlp.up_proj"),
             "down": fused(index, "mlp.down_proj"),
         }

@@ -1,4 +1,4 @@
-"""Llama: the whole architecture in one file, over fused weights and the paged KV pool."""
+"""Llama, and by its options Mistral (windows), Qwen2 (biases) and Qwen3 (QK-norm): fused weights, paged KV pool."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ class Llama:
         self.config = config
         self.weights = weights
         self._cos, self._sin = kernels.rope_tables(
-            config.head_dim, config.context_tokens, config.rope_theta, weights.embed.device
+            config.head_dim, config.context_tokens, config.rope_theta, weights.embed.device, config.rope_factors
         )
 
     def forward(self, batch: Batch, pool: Tensor, tick: Callable[[], None]) -> Tensor:
-        """Computes the batch, storing its KV, and returns logits [samples, vocab], float32.
-
-        `pool` is `[num_blocks, kv_heads, layers, 2, block_tokens, head_dim]`. `tick` is called before each layer.
-        """
+        """As `Model.forward`."""
         eps = self.config.norm_eps
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         residual = F.embedding(batch.token_ids, self.weights.embed)
@@ -39,19 +36,23 @@ class Llama:
             hidden = self._attention(hidden, layer, cos, sin, batch, pool, index)
             if index == self.config.num_layers - 1:  # All KV is stored: the rest is for the sampled rows alone.
                 hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
-            hidden = kernels.add_rms_norm(hidden, residual, layer.post_norm, eps)
+            hidden = kernels.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
             hidden = self._mlp(hidden, layer)
         hidden = kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps)
-        return F.linear(hidden, self.weights.lm_head).float()
+        return kernels.linear(hidden, self.weights.lm_head).float()
 
     def _attention(
         self, hidden: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor, index: int
     ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        qkv = F.linear(hidden, layer.qkv).view(hidden.shape[0], -1, self.config.head_dim)
+        config = self.config
+        qkv = kernels.linear(hidden, layer.qkv, layer.qkv_bias).view(hidden.shape[0], -1, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            kernels.qk_norm(qkv, config.num_kv_heads, layer.q_norm, layer.k_norm, config.norm_eps)
         kernels.rope_and_store(qkv, cos, sin, batch.store_rows, pool, index)
-        return F.linear(kernels.attention(qkv, pool, index, batch.attention), layer.o)
+        plan = batch.attention[config.window_of(index)]
+        return kernels.linear(kernels.attention(qkv, pool, index, plan, config.attention_scale), layer.o)
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return F.linear(kernels.swiglu(F.linear(hidden, layer.gate_up)), layer.down)
+        return kernels.linear(kernels.swiglu(kernels.linear(hidden, layer.gate_up)), layer.down)
