@@ -68,7 +68,7 @@ def model_config(header: GgufHeader, name: str) -> ModelConfig:
         bos_token_id=fields.optional_integer("tokenizer.ggml.bos_token_id"),
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "gemma3"),
-        attention_scale=(hidden_size / num_heads) ** -0.5 if is_gemma and num_layers == _GEMMA_27B_LAYERS else None,
+        attention_scale=_attention_scale(fields, family, num_layers),
         windows=_windows(fields, family, num_layers),
         rope_factors=_rope_factors(header, fields, family, head_dim),
         local_rope_theta=fields.number("gemma3.rope.freq_base_swa", _GEMMA_LOCAL_THETA) if is_gemma else None,
@@ -92,6 +92,15 @@ def _refuse_variants(fields: Fields, family: str, head_dim: int) -> None:
             f"{fields.origin}: heads of {head_dim} with {rotated} rotated dimensions and values of {value_dim} "
             "are not supported: all three must be equal"
         )
+
+
+def _attention_scale(fields: Fields, family: str, num_layers: int) -> float | None:
+    """What the metadata says, mostly nothing; the largest Gemma is known by its layers, as llama.cpp has it."""
+    scale = fields.number(f"{family}.attention.scale", 0.0)
+    if family == "gemma3" and num_layers == _GEMMA_27B_LAYERS and not scale:
+        heads = fields.integer(f"{family}.attention.head_count")
+        return float((fields.integer(f"{family}.embedding_length") / heads) ** -0.5)
+    return scale or None
 
 
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...]:

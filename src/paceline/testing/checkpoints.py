@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,12 @@ CHAT_TEMPLATE: Final = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+FAMILIES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+"""llama.cpp's name of each architecture."""
+
 _GGUF_NAMES: Final = {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -31,6 +36,11 @@ _GGUF_NAMES: Final = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+_GEMMA_NAMES: Final = _GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -73,16 +83,40 @@ def write_gguf(
     `changes` replaces metadata: a string, a bool, an int, a float or a list by key, None to leave the key out.
     """
     tensors = random_tensors(config, seed)
-    writer = gguf.GGUFWriter(path, "llama", use_temp_file=False)
-    for key, value in (_gguf_metadata(config) | (changes or {})).items():
+    save_gguf(path, tensors, config=config, changes=changes)
+    return tensors
+
+
+def save_gguf(
+    path: Path,
+    tensors: Mapping[str, NDArray[np.float32]],
+    *,
+    config: ModelConfig,
+    changes: dict[str, object] | None = None,
+    encoding: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> None:
+    """Writes these tensors, which have Hugging Face's names and layout, as llama.cpp's converter does.
+
+    Matrices are quantised to `encoding`, one that the library can; `changes` as for `write_gguf`.
+    """
+    family = FAMILIES[config.architecture]
+    writer = gguf.GGUFWriter(path, family, use_temp_file=False)
+    for key, value in (_gguf_metadata(config, family) | (changes or {})).items():
         _add_pair(writer, key, value)
+    if config.rope_factors:
+        writer.add_tensor("rope_freqs.weight", np.array(config.rope_factors, np.float32))
     for name, values in tensors.items():
-        writer.add_tensor(_gguf_name(name), _permuted(name, values, config))
+        stored = values
+        if family == "llama":
+            stored = _permuted(name, values, config)
+        elif family == "gemma3" and name.endswith("norm.weight"):
+            stored = values + np.float32(1.0)
+        kind = encoding if stored.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(_gguf_name(name, family), gguf.quantize(stored, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return tensors
 
 
 def write_folder(
@@ -124,17 +158,25 @@ def write_folder(
     )
 
 
-def _gguf_metadata(config: ModelConfig) -> dict[str, object]:
+def _gguf_metadata(config: ModelConfig, family: str) -> dict[str, object]:
     tokens, merges = small_vocabulary()
-    return {
-        "llama.block_count": config.num_layers,
-        "llama.context_length": config.context_tokens,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_heads,
-        "llama.attention.head_count_kv": config.num_kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "llama.rope.freq_base": config.rope_theta,
+    sizes = {
+        "block_count": config.num_layers,
+        "context_length": config.context_tokens,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.scale": config.attention_scale,
+        "attention.sliding_window": next((window for window in config.windows if window), None),
+        "attention.sliding_window_pattern": [window is not None for window in config.windows] or None,
+        "rope.freq_base": config.rope_theta,
+        "rope.freq_base_swa": config.local_rope_theta,
+    }
+    return {f"{family}.{key}": value for key, value in sizes.items()} | {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -159,10 +201,11 @@ def _add_pair(writer: Any, key: str, value: object) -> None:
         writer.add_uint32(key, value)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, family: str) -> str:
     if name.startswith("model.layers."):
-        _, _, layer, *part, _ = name.split(".")
-        return f"blk.{layer}.{_GGUF_NAMES['.'.join(part)]}.weight"
+        _, _, layer, *part, kind = name.split(".")
+        names = _GEMMA_NAMES if family == "gemma3" else _GGUF_NAMES
+        return f"blk.{layer}.{names['.'.join(part)]}.{kind}"
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     return whole.get(name, "output.weight")
 

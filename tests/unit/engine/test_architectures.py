@@ -14,6 +14,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.request import Chunk, EngineRequest
 from paceline.engine.runner import Runner
 from paceline.engine.weights import load
+from paceline.testing.checkpoints import save_gguf
 from paceline.testing.random_models import ARCHITECTURES, SHAPES, VOCAB_SIZE, Shape, make, save
 from paceline.types import RequestId, SamplingParams, blocks_for
 
@@ -69,3 +70,50 @@ def test_log_probabilities_equal_transformers(tmp_path: Path, architecture: str,
     runner = loaded(tmp_path)
     for chunk in (1, 7, 512):
         assert_equal_to(model, runner, chunk)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_gguf_file_gives_the_same_as_the_folder_it_was_made_from(
+    tmp_path: Path, architecture: str, shape: Shape
+) -> None:
+    model = make(architecture, shape)
+    save(model, tmp_path / "folder")
+    config = read_config(Source(SourceKind.FOLDER, "folder", tmp_path / "folder"))
+    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    if config.tied_embeddings:
+        del tensors["lm_head.weight"]
+    save_gguf(tmp_path / "model.gguf", tensors, config=config)
+    source = Source(SourceKind.GGUF, "model", tmp_path / "model.gguf")
+    read = read_config(source)
+    assert read.windows == config.windows
+    assert read.rope_factors == pytest.approx(config.rope_factors, rel=1e-6)
+    runner = Runner(read, load(source, read, dtype=torch.float32, device="cpu"), num_blocks=NUM_BLOCKS)
+    assert_equal_to(model, runner, 64)
+
+
+@torch.inference_mode()
+def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
+    model = make("qwen2", SHAPES[1])
+    save(model, tmp_path, shards=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_equal_to(model, loaded(tmp_path), 64)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_bfloat16_model_stays_close_to_its_float32_self(tmp_path: Path, architecture: str) -> None:
+    save(make(architecture, SHAPES[0]), tmp_path)
+    wide, narrow = (torch.stack(last_logits(loaded(tmp_path, dtype), 64)) for dtype in (torch.float32, torch.bfloat16))
+    assert torch.nn.functional.cosine_similarity(wide, narrow).min() > 0.99
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
+def test_a_dummy_of_each_kind_has_random_weights_and_runs(tmp_path: Path, architecture: str) -> None:
+    save(make(architecture, SHAPES[0]), tmp_path)
+    source = Source(SourceKind.DUMMY, "dummy:it", tmp_path / "config.json")
+    config = read_config(source)
+    runner = Runner(config, load(source, config, dtype=torch.float32, device="cpu"), num_blocks=NUM_BLOCKS)
+    with torch.inference_mode():
+        assert all(0.1 < float(logits.std()) < 10 for logits in last_logits(runner, 64))
