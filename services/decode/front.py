@@ -16,7 +16,7 @@ import msgspec
 
 from paceline import wire
 from paceline.config import DecodeConfig
-from paceline.errors import AlreadyLanded, InvalidRequest, PacelineError, UnsupportedFeature, WorkerLost
+from paceline.errors import AlreadyLanded, InvalidRequest, PacelineError, WorkerLost
 from paceline.log import get_logger
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.decode.messages import (
@@ -42,7 +42,7 @@ from paceline.services.worker.convert import fingerprint_from_proto, fingerprint
 from paceline.services.worker.front import WorkerFront
 from paceline.services.worker.peers import PeerChannels
 from paceline.services.worker.registration import PeerInfo
-from paceline.types import ReservationId, Role, WorkerKey, check_prompt
+from paceline.types import BLOCK_TOKENS, ReservationId, Role, WorkerKey, check_prompt
 
 _log = get_logger(__name__)
 
@@ -244,9 +244,11 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
 
     async def SubscribeKvEvents(
         self, _request: decode_pb2.DecodeSubscribeKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        """Refused: this version has no prefix cache."""
-        await wire.abort(context, UnsupportedFeature("SubscribeKvEvents", "this version keeps no prefix cache"))
+    ) -> AsyncIterator[decode_pb2.DecodeSubscribeKvEventsResponse]:
+        """What the prefix cache holds, and its changes; see the proto."""
+        async with wire.answering_errors(context):
+            async for event in self.kv_events.subscribe():
+                yield decode_pb2.DecodeSubscribeKvEventsResponse(event=event, epoch=self.key.epoch)
 
     async def Drain(
         self, _request: decode_pb2.DecodeDrainRequest, _context: grpc.aio.ServicerContext[Any, Any]
@@ -270,6 +272,8 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             prompt=prompt,
             sampling=sampling,
             local=request.local or self.config.local_prefill == "always",
+            priority=request.priority,
+            cache_salt=request.cache_salt,
         )
 
     def _response(self, event: StreamEvent) -> decode_pb2.DecodeGenerateResponse:
@@ -278,7 +282,8 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
                 reserved = decode_pb2.Reserved(attempt=1, load=wire.load_to_proto(self.load))
                 return decode_pb2.DecodeGenerateResponse(reserved=reserved)
             case NewTokens():
-                tokens = decode_pb2.Tokens(ids=event.ids, index=event.index)
+                logprobs = [wire.logprob_to_proto(each) for each in event.logprobs]
+                tokens = decode_pb2.Tokens(ids=event.ids, index=event.index, logprobs=logprobs)
                 return decode_pb2.DecodeGenerateResponse(tokens=tokens)
             case Redirected():
                 return decode_pb2.DecodeGenerateResponse(retargeted=decode_pb2.Retargeted(attempt=event.attempt))
@@ -292,11 +297,13 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             reason=wire.finish_to_proto(over.finish),
             completion_tokens=over.completion_tokens,
             prompt_tokens_computed=over.prompt_tokens_computed,
+            cached_tokens=over.cached_tokens,
             transfer=common_pb2.Transfer(
                 blocks=over.blocks_landed,
                 bytes=over.bytes_landed,
                 parts=over.parts_landed,
                 duration=wire.duration(over.landing_seconds),
+                held_blocks=over.cached_tokens // BLOCK_TOKENS,
             ),
             load=wire.load_to_proto(self.load),
             attempts=over.attempts,

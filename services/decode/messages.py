@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from paceline.kvtransfer.layout import Fingerprint
 from paceline.services.worker.messages import Failure, Message, Ping, Report
-from paceline.types import FinishReason, ReservationId, SamplingParams, WorkerKey
+from paceline.types import FinishReason, ReservationId, SamplingParams, TokenLogprob, WorkerKey
 
 # Front to engine
 
@@ -18,6 +18,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     prompt: list[int]
     sampling: SamplingParams
     local: bool  # compute the prompt here
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class ClaimWrite(Message, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class Reserved(Message, frozen=True, kw_only=True):
 
 
 class WriteGranted(Message, frozen=True, kw_only=True):
-    """Where to write."""
+    """Where to write: `blocks` starts behind the `held_tokens` of the prompt's beginning that are there already."""
 
     call_id: int
     blocks: list[int]
@@ -103,6 +105,7 @@ class NewTokens(Message, frozen=True, kw_only=True):
     reservation_id: ReservationId
     ids: list[int]
     index: int  # of the first, in the answer
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `ids`, where they were asked for
 
 
 class Over(Message, frozen=True, kw_only=True):
@@ -113,6 +116,7 @@ class Over(Message, frozen=True, kw_only=True):
     failure: Failure | None = None
     completion_tokens: int = 0
     prompt_tokens_computed: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the cache here: neither sent nor computed here
     attempts: int = 1
     blocks_landed: int = 0
     bytes_landed: int = 0

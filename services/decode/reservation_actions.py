@@ -7,7 +7,7 @@ from typing import Generic, TypeAlias
 
 from paceline.errors import DeadlineExceeded, NumericalError, Overloaded, PacelineError, RequestCancelled
 from paceline.services.decode.reservation_events import B, EndCause, RetryCause, Target
-from paceline.types import ReservationId, WorkerKey
+from paceline.types import ReservationId, TokenLogprob, WorkerKey
 
 NO_BLOCKS_RETRY_S = 1.0
 """Seconds after which a request that found no blocks for its second attempt may sensibly come back."""
@@ -58,6 +58,7 @@ class Land(Generic[B]):
     attempt: int
     blocks: B
     first_tokens: tuple[int, ...]
+    first_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

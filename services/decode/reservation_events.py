@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from paceline.types import ReservationId, WorkerKey
+from paceline.types import ReservationId, TokenLogprob, WorkerKey
 
 
 class Blocks(Protocol):
@@ -78,7 +78,8 @@ class Part:
     writer: WorkerKey
     part: int
     last: bool = False
-    first_tokens: tuple[int, ...] = ()  # token ids that P sampled; they come with the last part
+    first_tokens: tuple[int, ...] = ()  # token ids that P sampled, one a choice; they come with the last part
+    first_logprobs: tuple[TokenLogprob, ...] = ()  # theirs, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)

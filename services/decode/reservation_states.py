@@ -54,7 +54,7 @@ from paceline.services.decode.reservation_events import (
     WriterProvenDead,
     WriterTerminal,
 )
-from paceline.types import ReservationId, WorkerKey
+from paceline.types import ReservationId, TokenLogprob, WorkerKey
 
 CLAIM_S = 10.0
 """Seconds that a reservation waits for its claim."""
@@ -116,6 +116,12 @@ class Reservation(Generic[B]):
     parts: frozenset[int] = frozenset()
     total_parts: int | None = None  # known once the last part is there
     first_tokens: tuple[int, ...] = ()
+    first_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def has_landed(self) -> bool:
+        """True once all parts are there, also where their blocks were taken away again since."""
+        return len(self.parts) == self.total_parts
 
     @property
     def may_be_written(self) -> bool:
@@ -178,7 +184,7 @@ def decide(r: Reservation[B], event: TableEvent[B], now: float) -> Step[B]:
             return Step(replace(r, state=State.RUNNING))
         case ((State.LANDED | State.RUNNING), Retarget()):
             return _refuse_landed(r)
-        case ((State.LANDED | State.RUNNING), Preempted()):
+        case ((State.LOCAL | State.LANDED | State.RUNNING), Preempted()):
             return Step(replace(r, state=State.LOCAL))
         case ((State.LOCAL | State.LANDED | State.RUNNING), Finished()):
             return _end(r, EndCause.FINISHED)
@@ -190,7 +196,7 @@ def decide(r: Reservation[B], event: TableEvent[B], now: float) -> Step[B]:
         case _, Claim(writer=writer):
             return _claim_again(r, writer)
         case State.LOCAL, Retarget():
-            return _target_again(r)
+            return _refuse_landed(r) if r.has_landed else _target_again(r)
         case ((State.LANDED | State.RUNNING), Part()):
             return Step(r, ignored=Ignored.DOUBLE_PART)
         case _:
@@ -200,7 +206,9 @@ def decide(r: Reservation[B], event: TableEvent[B], now: float) -> Step[B]:
 def _unfit(r: Reservation[B], event: TableEvent[B]) -> Step[B] | None:
     """The row for any state: a wrong attempt, writer or epoch changes nothing. None where the event fits."""
     match event:
-        case Retarget(attempt=attempt) if attempt == r.attempt - 1 and r.state in (State.RESERVED, State.LOCAL):
+        case Retarget(attempt=attempt) if (
+            attempt == r.attempt - 1 and r.state in (State.RESERVED, State.LOCAL) and not r.has_landed
+        ):
             # A repeated call, or one that crossed the timer that had already given the attempt up.
             return _target_again(r)
         case Claim(attempt=attempt) | Retarget(attempt=attempt) if attempt != r.attempt:
@@ -226,7 +234,7 @@ def _grant(r: Reservation[B], writer: WorkerKey) -> Grant[B]:
 
 def _claim_again(r: Reservation[B], writer: WorkerKey) -> Step[B]:
     """A claim where there is nothing to claim: the writer's own claim, repeated, gets its first answer again."""
-    if r.state in (State.LANDED, State.RUNNING):
+    if r.state in (State.LANDED, State.RUNNING) or r.has_landed:
         return _refuse_landed(r)
     if r.state is not State.FILLING:
         return _refuse_attempt(r, f"attempt {r.attempt} is in state {r.state.value}")
@@ -246,13 +254,14 @@ def _take(r: Reservation[B], part: Part, now: float) -> Step[B]:
     contradictory = part.part < 0 or (part.last and r.total_parts is not None)
     if contradictory or (total is not None and max(parts) >= total):
         return Step(r, ignored=Ignored.CONTRADICTORY_PART)
-    first_tokens = part.first_tokens if part.last else r.first_tokens
-    after = replace(r, parts=parts, total_parts=total, first_tokens=first_tokens, deadline=now + r.patience.silence_s)
+    after = replace(r, parts=parts, total_parts=total, deadline=now + r.patience.silence_s)
+    if part.last:
+        after = replace(after, first_tokens=part.first_tokens, first_logprobs=part.first_logprobs)
     if len(parts) != total:
         return Step(after)
     assert r.blocks is not None, "a reservation that is written to has its blocks"
     landed = replace(after, state=State.LANDED, blocks=None, deadline=None)
-    return Step(landed, (Land(r.id, r.attempt, r.blocks, first_tokens),))
+    return Step(landed, (Land(r.id, r.attempt, r.blocks, after.first_tokens, after.first_logprobs),))
 
 
 def _end(r: Reservation[B], cause: EndCause) -> Step[B]:

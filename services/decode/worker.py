@@ -1,8 +1,8 @@
 """The decode engine process: reservations joined to the engine and to the transfers that land in its pool.
 
-The life of a request here: `Reserve` leases blocks for the prompt, and promises the growth, or refuses; a prefill
-worker claims the blocks and fills them; when all parts have landed the engine takes the request in its next step, as
-one whose prompt is computed already. `reservations` decides what happens when; this file carries it out.
+The life of a request here: `Reserve` leases blocks for the prompt, those that are cached among them, or refuses; a
+prefill worker claims the others and fills them; when all parts have landed the engine takes the request in its next
+step, as one whose prompt is computed already. `reservations` decides what happens when; this file carries it out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.kvtransfer.transfer import PartNotification
 from paceline.log import get_logger
+from paceline.prefix import BlockHash, KvChange, root_hash
 from paceline.services.decode.messages import (
     COMMANDS,
     CallRefused,
@@ -61,6 +62,7 @@ from paceline.services.decode.reservation_events import (
     Finished,
     NonFinite,
     Part,
+    Preempted,
     PromptComputed,
     Retarget,
     StepTaken,
@@ -74,12 +76,15 @@ from paceline.services.worker.host import Host
 from paceline.services.worker.loop import CommandLink, EngineLoop, main
 from paceline.services.worker.messages import Activity, Failure, Ping
 from paceline.types import (
+    BLOCK_TOKENS,
     FinishReason,
     RequestId,
     ReservationId,
     SamplingParams,
+    TokenLogprob,
     WorkerLoad,
     blocks_for,
+    blocks_to_admit,
     check_prompt,
 )
 
@@ -92,7 +97,14 @@ class _Request:
 
     prompt: list[int]
     sampling: SamplingParams
+    priority: int
+    root: BlockHash
+    lease: BlockLease | None = None
+    """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
+    blocks behind it are the reservation's, until the engine gets both as one lease."""
+    held_blocks: int = 0
     told: int = 0  # output tokens that the front has
+    local: bool = False  # the prompt is computed here
     prompt_tokens_computed: int = 0
     attempts: int = 1
     blocks_landed: int = 0
@@ -107,6 +119,18 @@ class _Request:
         """Tokens whose KV is stored at the end; the last one's never is."""
         return len(self.prompt) + self.sampling.max_tokens - 1
 
+    @property
+    def missing_blocks(self) -> int:
+        """Blocks of the prompt that are to be written or computed."""
+        return blocks_for(len(self.prompt)) - self.held_blocks
+
+    def joined(self, blocks: BlockLease) -> BlockLease:
+        """All of its blocks, as the engine takes them."""
+        assert self.lease is not None, "a request is given to the engine once"
+        lease, self.lease = self.lease, None
+        lease.join(blocks)
+        return lease
+
 
 class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
     """Feeds events to the reservations, and carries out their actions."""
@@ -120,7 +144,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         self._requests: dict[ReservationId, _Request] = {}
         self._reservations: Reservations[BlockLease] = Reservations(
             pool_blocks=host.engine.pool.total,
-            allocate=self._lease,
+            allocate=self._reserve_again,
             patience=Patience(config.claim_timeout_s, config.silence_timeout_s),
             alarm_s=config.quarantine_alarm_s,
             drain_fraction=config.quarantine_limit,
@@ -142,7 +166,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             load, waiting=load.waiting + reserved, quarantined_blocks=self._reservations.quarantined_blocks
         )
 
-    def report(self, activity: Activity, events: tuple[DecodeEvent, ...]) -> DecodeReport:
+    def report(self, activity: Activity, events: tuple[DecodeEvent, ...], kv: tuple[KvChange, ...]) -> DecodeReport:
         """This round's message."""
         ignored = Counter({cause.value: number for cause, number in self._reservations.ignored.items()})
         new, self._ignored = ignored - self._ignored, ignored
@@ -156,6 +180,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             ignored=dict(new),
             ended=tuple((state.value, cause.value, number) for (state, cause), number in over.items()),
             events=events,
+            kv=kv,
         )
 
     # Commands
@@ -181,24 +206,24 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _reserve(self, command: Reserve) -> None:
         reservation = command.reservation_id
-        request = _Request(command.prompt, command.sampling)
+        request = _Request(command.prompt, command.sampling, command.priority, root_hash(salt=command.cache_salt))
         try:
             check_prompt(command.prompt, max_tokens=command.sampling.max_tokens, limits=self.engine.limits)
             if len(self._requests) >= self._capacity:
                 raise Overloaded(f"{len(self._requests)} requests are in hand, the limit", retry_after_s=0.5)
             if command.local and not self._may_prefill:
                 raise _no_prefill_here()
-            lease = self._lease_for(request)
-            if lease is None:
+            blocks = self._reserve_blocks(request)
+            if blocks is None:
                 raise self._full(request)
             try:
                 if command.local:
-                    actions = self._reservations.create_local(reservation, lease)
+                    actions = self._reservations.create_local(reservation, blocks)
                 else:
-                    self._reservations.create(reservation, lease, time.monotonic())
+                    self._reservations.create(reservation, blocks, time.monotonic())
                     actions = []
             except PacelineError:
-                lease.release()
+                request.joined(blocks).release()
                 raise
         except PacelineError as error:
             over = Over(reservation_id=reservation, finish=FinishReason.ERROR, failure=Failure.of(error))
@@ -216,17 +241,29 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         self._feed(Claim(command.reservation_id, command.attempt, command.writer), call_id=command.call_id)
 
-    def _lease(self, reservation: ReservationId) -> BlockLease | None:
-        return self._lease_for(self._requests[reservation])
+    def _reserve_blocks(self, request: _Request) -> BlockLease | None:
+        """The blocks that are to be filled: what is cached of the prompt stays apart, for a writer must never have it.
 
-    def _lease_for(self, request: _Request) -> BlockLease | None:
-        return self.engine.try_reserve(request.stored_tokens, upfront_tokens=len(request.prompt))
+        A writer that is given up holds its blocks in quarantine, and others read the cached ones.
+        """
+        lease = self.engine.try_reserve(
+            request.stored_tokens, upfront_tokens=len(request.prompt), prompt=request.prompt, root=request.root
+        )
+        if lease is None:
+            return None
+        request.lease, request.held_blocks = lease, lease.shared
+        return lease.split(lease.shared)
+
+    def _reserve_again(self, reservation: ReservationId) -> BlockLease | None:
+        """For another attempt."""
+        return self.engine.try_lease(self._requests[reservation].missing_blocks)
 
     def _full(self, request: _Request) -> Overloaded:
         load = self.load
+        needed = blocks_to_admit(len(request.prompt), request.sampling.max_tokens)
         return Overloaded(
-            f"{blocks_for(request.stored_tokens)} KV blocks are needed, and {load.headroom_blocks} of "
-            f"{load.total_blocks} can be promised now",
+            f"{needed} KV blocks are needed to begin with, and a new request may have {load.headroom_blocks} of "
+            f"{load.total_blocks} now",
             retry_after_s=0.5,
         )
 
@@ -242,12 +279,14 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def stepped(self, output: StepOutput) -> None:
         """Passes new tokens on, and ends what the engine has ended."""
+        for request_id in output.preempted:
+            self._feed(Preempted(ReservationId(request_id)))
         for done in output.progress:
             reservation = ReservationId(done.request_id)
             request = self._requests[reservation]
             self._advance(reservation, request, done)
             if done.token_ids:
-                self._tell_tokens(reservation, request, list(done.token_ids))
+                self._tell_tokens(reservation, request, list(done.token_ids), done.logprobs)
             if done.ended:
                 request.finish, request.error = done.finish_reason, done.error
                 self._feed(Finished(reservation) if done.error is None else NonFinite(reservation))
@@ -269,7 +308,17 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             if part.num_blocks:
                 request.parts_landed += 1
                 request.blocks_landed += part.num_blocks
-        self._feed(Part(part.reservation_id, part.attempt, part.writer, part.part, part.last, part.first_tokens))
+        self._feed(
+            Part(
+                part.reservation_id,
+                part.attempt,
+                part.writer,
+                part.part,
+                part.last,
+                part.first_tokens,
+                part.first_logprobs,
+            )
+        )
 
     def _advance(self, reservation: ReservationId, request: _Request, done: Progress) -> None:
         record = self._reservations.get(reservation)
@@ -277,12 +326,17 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         if record.state is State.LANDED:
             self._feed(StepTaken(reservation))
         elif record.state is State.LOCAL:
-            request.prompt_tokens_computed = min(done.computed, len(request.prompt))
+            if request.local:
+                computed = min(done.computed, len(request.prompt)) - request.held_blocks * BLOCK_TOKENS
+                # After a preemption it is computed again, which is not told again.
+                request.prompt_tokens_computed = max(request.prompt_tokens_computed, computed)
             if done.computed >= len(request.prompt):
                 self._feed(PromptComputed(reservation))
 
-    def _tell_tokens(self, reservation: ReservationId, request: _Request, ids: list[int]) -> None:
-        self.events.append(NewTokens(reservation_id=reservation, ids=ids, index=request.told))
+    def _tell_tokens(
+        self, reservation: ReservationId, request: _Request, ids: list[int], logprobs: tuple[TokenLogprob, ...]
+    ) -> None:
+        self.events.append(NewTokens(reservation_id=reservation, ids=ids, index=request.told, logprobs=logprobs))
         request.told += len(ids)
 
     # Actions
@@ -327,12 +381,11 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                     )
 
     def _grant(self, grant: Grant[BlockLease], call_id: int) -> None:
-        prompt_blocks = blocks_for(len(self._requests[grant.reservation].prompt))
         self.events.append(
             WriteGranted(
                 call_id=call_id,
-                blocks=grant.blocks.blocks[:prompt_blocks],
-                held_tokens=0,
+                blocks=grant.blocks.blocks,
+                held_tokens=self._requests[grant.reservation].held_blocks * BLOCK_TOKENS,
                 agent=self.agent.metadata(),
             )
         )
@@ -356,27 +409,38 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
     def _land(self, land: Land[BlockLease]) -> None:
         request = self._requests[land.reservation]
         first_tokens = list(land.first_tokens)
+        lease = request.joined(land.blocks)
         try:
             self.engine.add(
                 RequestId(land.reservation),
                 request.prompt,
                 request.sampling,
-                lease=land.blocks,
+                lease=lease,
                 computed=len(request.prompt),
                 output=first_tokens,
+                priority=request.priority,
+                root=request.root,
             )
         except EngineError as error:
             # The prefill worker sent what cannot be: no first token, or one that ends the request.
-            self._reject(land.reservation, land.blocks, error)
+            self._reject(land.reservation, lease, error)
             return
-        self._tell_tokens(land.reservation, request, first_tokens)
+        self._tell_tokens(land.reservation, request, first_tokens, land.first_logprobs)
 
     def _prefill_here(self, start: StartLocalPrefill[BlockLease]) -> None:
         if not self._may_prefill:
             self._reject(start.reservation, start.blocks, _no_prefill_here())
             return
         request = self._requests[start.reservation]
-        self.engine.add(RequestId(start.reservation), request.prompt, request.sampling, lease=start.blocks)
+        request.local = True
+        self.engine.add(
+            RequestId(start.reservation),
+            request.prompt,
+            request.sampling,
+            lease=request.joined(start.blocks),
+            priority=request.priority,
+            root=request.root,
+        )
 
     def _reject(self, reservation: ReservationId, blocks: BlockLease, error: PacelineError) -> None:
         blocks.release()
@@ -387,6 +451,8 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         request = self._requests.pop(end.reservation)
         if end.engine_holds and request.finish is None and request.error is None:
             self.engine.abort(RequestId(end.reservation))
+        if request.lease is not None:
+            request.lease.release()
         error = request.error or end.error
         seconds = 0.0
         if request.first_part_at is not None and request.landed_at is not None:
@@ -398,6 +464,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                 failure=None if error is None else Failure.of(error),
                 completion_tokens=request.told,
                 prompt_tokens_computed=request.prompt_tokens_computed,
+                cached_tokens=request.held_blocks * BLOCK_TOKENS,
                 attempts=request.attempts,
                 blocks_landed=request.blocks_landed,
                 bytes_landed=request.blocks_landed * self._block_bytes,

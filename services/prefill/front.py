@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,7 +24,6 @@ from paceline.errors import (
     RequestCancelled,
     StaleEpoch,
     UnknownReservation,
-    UnsupportedFeature,
 )
 from paceline.log import get_logger
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -140,7 +140,9 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
             return prefill_pb2.PrefillResponse(
                 tokens=done.tokens,
                 finish=wire.finish_to_proto(done.finish),
+                logprobs=[wire.logprob_to_proto(each) for each in done.logprobs],
                 load=wire.load_to_proto(self.load),
+                cached_tokens=done.cached_tokens,
                 duration=wire.duration(time.monotonic() - began),
                 transfer=common_pb2.Transfer(
                     blocks=done.blocks,
@@ -179,9 +181,11 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
 
     async def SubscribeKvEvents(
         self, _request: prefill_pb2.PrefillSubscribeKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        """Refused: this version has no prefix cache."""
-        await wire.abort(context, UnsupportedFeature("SubscribeKvEvents", "this version keeps no prefix cache"))
+    ) -> AsyncIterator[prefill_pb2.PrefillSubscribeKvEventsResponse]:
+        """What the prefix cache holds, and its changes; see the proto."""
+        async with wire.answering_errors(context):
+            async for event in self.kv_events.subscribe():
+                yield prefill_pb2.PrefillSubscribeKvEventsResponse(event=event, epoch=self.key.epoch)
 
     async def Drain(
         self, _request: prefill_pb2.PrefillDrainRequest, _context: grpc.aio.ServicerContext[Any, Any]
@@ -201,7 +205,13 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         if not request.reservation_id or request.attempt < 1:
             raise InvalidRequest("reservation_id", "a reservation and an attempt from 1 are needed")
         attempt = Attempt(ReservationId(request.reservation_id), request.attempt)
-        return StartPrefill(attempt=attempt, prompt=prompt, sampling=sampling)
+        return StartPrefill(
+            attempt=attempt,
+            prompt=prompt,
+            sampling=sampling,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
 
     async def _compute(self, command: StartPrefill, peer: PeerInfo) -> Prefilled:
         attempt = command.attempt

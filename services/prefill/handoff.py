@@ -12,7 +12,7 @@ from typing import Final
 from paceline.engine.block_pool import BlockLease
 from paceline.kvtransfer.outgoing import Outgoing, OutgoingState
 from paceline.services.prefill.messages import Attempt
-from paceline.types import BLOCK_TOKENS, RequestId, blocks_for
+from paceline.types import BLOCK_TOKENS, RequestId, TokenLogprob, blocks_for
 
 KEEP_ALIVE_S: Final = 2.5
 """Longest silence of a live writer. The target gives a writer up after four times as long, so that it tells a stopped
@@ -46,11 +46,17 @@ class Handoff:
         self._lease = lease
         self._target_blocks: Sequence[int] = ()
         self._held_blocks = 0  # of the prompt's beginning, which the target has already
-        self._finished = 0
+        self._finished = lease.shared  # cached blocks are sent as any others
         self._posted = 0
         self._first_tokens: tuple[int, ...] | None = None
+        self._first_logprobs: tuple[TokenLogprob, ...] = ()
         self._cut = False
         self._spoke_at = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt's beginning that were in the cache."""
+        return self._lease.shared * BLOCK_TOKENS
 
     @property
     def blocks(self) -> int:
@@ -89,10 +95,10 @@ class Handoff:
         self._finished = min(num_tokens, self.num_prompt) // BLOCK_TOKENS
         self._post(now)
 
-    def sampled(self, first_tokens: Sequence[int], now: float) -> None:
-        """The prompt is whole and its first tokens are known: the rest goes, with them."""
+    def sampled(self, first_tokens: Sequence[int], first_logprobs: Sequence[TokenLogprob], now: float) -> None:
+        """The prompt is whole and its first tokens are known, one a choice: the rest goes, with them."""
         self._finished = blocks_for(self.num_prompt)
-        self._first_tokens = tuple(first_tokens)
+        self._first_tokens, self._first_logprobs = tuple(first_tokens), tuple(first_logprobs)
         self._post(now)
 
     def chunk_begins(self) -> None:
@@ -120,7 +126,7 @@ class Handoff:
         source = self._lease.blocks[self._posted : end]
         target = self._target_blocks[self._posted - self._held_blocks : max(end - self._held_blocks, 0)]
         if self._first_tokens is not None:
-            self.outgoing.finish(source, target, self._first_tokens)
+            self.outgoing.finish(source, target, self._first_tokens, self._first_logprobs)
         elif source:
             self.outgoing.write_part(source, target)
         self._posted = max(self._posted, end)

@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.kvtransfer.layout import Fingerprint
 from paceline.services.worker.messages import Failure, Message, Ping, Report
-from paceline.types import FinishReason, ReservationId, SamplingParams, WorkerKey
+from paceline.types import FinishReason, ReservationId, SamplingParams, TokenLogprob, WorkerKey
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -30,6 +30,8 @@ class StartPrefill(Message, frozen=True, kw_only=True):
     attempt: Attempt
     prompt: list[int]
     sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class WriteTo(Message, frozen=True, kw_only=True):
@@ -70,12 +72,14 @@ class Prefilled(Message, frozen=True, kw_only=True):
     """The first token is known. `finish` is set where it ends the request; then nothing more is written."""
 
     attempt: Attempt
-    tokens: list[int]
+    tokens: list[int]  # one a choice
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where they were asked for
     blocks: int  # to hand over in all
     num_bytes: int
     parts: int
     parts_before_last_chunk: int
+    cached_tokens: int = 0  # of the prompt, found in the cache and not computed
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True):

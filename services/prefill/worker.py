@@ -1,7 +1,8 @@
 """The prefill engine process: a policy over the engine that stops each request after its first token.
 
-The life of a prompt here: `StartPrefill` leases its blocks or refuses; `WriteTo` opens the way to the target's pool;
-after each step the blocks it finished are posted, while the next chunk computes; the last part carries the first token.
+The life of a prompt here: `StartPrefill` leases its blocks, those that are cached among them, or refuses; `WriteTo`
+opens the way to the target's pool; what is cached is posted at once, and after each step the blocks it finished, while
+the next chunk computes; the last part carries the first token.
 The front hears of the first token before the last part is posted: it never waits for a transfer.
 """
 
@@ -14,6 +15,7 @@ from paceline.engine.request import Progress, StepOutput
 from paceline.errors import InvalidRequest, Overloaded, PacelineError, TransferFailed
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.log import get_logger
+from paceline.prefix import KvChange, root_hash
 from paceline.services.prefill.handoff import Handoff
 from paceline.services.prefill.messages import (
     COMMANDS,
@@ -60,9 +62,9 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         """The engine's."""
         return self.engine.load
 
-    def report(self, activity: Activity, events: tuple[PrefillEvent, ...]) -> PrefillReport:
+    def report(self, activity: Activity, events: tuple[PrefillEvent, ...], kv: tuple[KvChange, ...]) -> PrefillReport:
         """This round's message."""
-        return PrefillReport(load=self.load, activity=activity, events=events)
+        return PrefillReport(load=self.load, activity=activity, events=events, kv=kv)
 
     # Commands
 
@@ -88,7 +90,8 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             raise InvalidRequest("reservation_id", f"attempt {attempt} is in work already")
         if len(self._handoffs) >= self._capacity:
             raise Overloaded(f"{len(self._handoffs)} prompts are in hand, the limit", retry_after_s=0.5)
-        lease = self.engine.try_reserve(len(command.prompt))
+        root = root_hash(salt=command.cache_salt)
+        lease = self.engine.try_reserve(len(command.prompt), prompt=command.prompt, root=root)
         if lease is None:
             raise Overloaded(
                 f"the prompt's {len(command.prompt)} tokens do not fit the pool now: "
@@ -96,7 +99,16 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
                 retry_after_s=0.5,
             )
         handoff = Handoff(attempt, len(command.prompt), lease, release=lambda: self.engine.release(handoff.request_id))
-        self.engine.add(handoff.request_id, command.prompt, command.sampling, lease=lease, hold=True, stop_after=1)
+        self.engine.add(
+            handoff.request_id,
+            command.prompt,
+            command.sampling,
+            lease=lease,
+            hold=True,
+            stop_after=1,
+            priority=command.priority,
+            root=root,
+        )
         self._handoffs[attempt] = self._by_request[handoff.request_id] = handoff
 
     def _write_to(self, command: WriteTo) -> None:
@@ -170,7 +182,7 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             elif done.error is not None or done.finish_reason is not None:
                 handoff.cut("the request ended with its first token")
             else:
-                handoff.sampled(done.token_ids, now)
+                handoff.sampled(done.token_ids, done.logprobs, now)
             self._settle(handoff)
 
     def transferred(self, events: AgentEvents) -> None:
@@ -208,10 +220,12 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
                 attempt=handoff.attempt,
                 tokens=list(done.token_ids),
                 finish=done.finish_reason,
+                logprobs=done.logprobs,
                 blocks=handoff.blocks if lands else 0,
                 num_bytes=handoff.blocks * self._block_bytes if lands else 0,
                 parts=sent + 1 if lands else 0,
                 parts_before_last_chunk=handoff.parts_before_last_chunk,
+                cached_tokens=handoff.cached_tokens,
             )
         )
 

@@ -7,7 +7,7 @@ calls with WorkerLost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, cast
 
@@ -18,7 +18,7 @@ from paceline import wire
 from paceline.errors import EngineError, WorkerLost
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.router.registry import WorkerInfo
-from paceline.types import FinishReason, ReservationId, Role, SamplingParams, WorkerLoad
+from paceline.types import FinishReason, ReservationId, Role, SamplingParams, TokenLogprob, WorkerLoad
 
 CONTROL_TIMEOUT_S: Final = 5.0
 """Bound on Retarget and Abort, which a live worker answers at once."""
@@ -37,13 +37,17 @@ class TransferSum(msgspec.Struct, frozen=True, kw_only=True):
     parts: int = 0
     parts_before_last_chunk: int = 0
     duration_s: float = 0.0
+    held_blocks: int = 0  # there already, and not moved
 
 
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill worker's answer: the first tokens, from index 0, and the finish where they end the request."""
+    """A prefill worker's answer: the first token of each choice, and the finish where they end the request."""
 
     tokens: tuple[int, ...]
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finishes: tuple[FinishReason, ...] = ()  # of all choices, where `finish` is set
     duration_s: float
     cached_tokens: int
     transfer: TransferSum  # as far as it had come
@@ -62,6 +66,17 @@ class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `ids`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # once, where they were asked for
+
+
+class ChoiceFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several choices has ended."""
+
+    choice: int
+    reason: FinishReason
+    completion_tokens: int
 
 
 class Retargeted(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,12 +91,13 @@ class DecodeFinished(msgspec.Struct, frozen=True, kw_only=True):
     reason: FinishReason
     completion_tokens: int
     prompt_tokens_computed: int
+    cached_tokens: int
     transfer: TransferSum
     attempts: int
     load: WorkerLoad | None
 
 
-DecodeEvent = Reserved | NewTokens | Retargeted | DecodeFinished
+DecodeEvent = Reserved | NewTokens | ChoiceFinished | Retargeted | DecodeFinished
 
 
 class RetargetOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +117,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     sampling: SamplingParams
     timeout_s: float
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class PrefillCall:
@@ -117,6 +135,9 @@ class PrefillCall:
         return PrefillReply(
             tokens=tuple(answer.tokens),
             finish=wire.finish_from_proto(answer.finish),
+            logprobs=_logprobs(answer.logprobs),
+            prompt_logprobs=_logprobs(answer.prompt_logprobs),
+            finishes=tuple(wire.finish_from_proto(each) or FinishReason.ERROR for each in answer.finishes),
             duration_s=wire.seconds(answer.duration),
             cached_tokens=answer.cached_tokens,
             transfer=_transfer(answer.transfer),
@@ -185,6 +206,8 @@ class WorkerClient:
             attempt=attempt,
             decode=peer_to_proto(decode),
             timeout=wire.duration(job.timeout_s),
+            priority=job.priority,
+            cache_salt=job.cache_salt,
         )
         return PrefillCall(self._stub.Prefill(request, timeout=job.timeout_s + _LATE_S), self.info)
 
@@ -198,6 +221,8 @@ class WorkerClient:
             sampling=wire.sampling_to_proto(job.sampling),
             local=local,
             timeout=wire.duration(job.timeout_s),
+            priority=job.priority,
+            cache_salt=job.cache_salt,
         )
         return DecodeStream(self._stub.Generate(request, timeout=job.timeout_s + _LATE_S), self.info)
 
@@ -221,11 +246,11 @@ class WorkerClient:
             case _:
                 raise EngineError(f"decode worker {self.info.key} answered a retarget without an outcome")
 
-    async def abort_decode(self, reservation_id: ReservationId) -> None:
-        """Ends a request on a decode worker by its reservation."""
+    async def abort_decode(self, reservation_id: ReservationId, choice: int | None = None) -> None:
+        """Ends a request, or one choice of it, on a decode worker by its reservation."""
         async with _failing_as(self.info):
             await self._stub.Abort(
-                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id), timeout=CONTROL_TIMEOUT_S
+                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id, choice=choice), timeout=CONTROL_TIMEOUT_S
             )
 
 
@@ -262,10 +287,24 @@ def _decode_event(message: decode_pb2.DecodeGenerateResponse) -> DecodeEvent:
         case "reserved":
             return Reserved(attempt=message.reserved.attempt, load=_load(message.reserved))
         case "tokens":
-            return NewTokens(index=message.tokens.index, ids=tuple(message.tokens.ids))
+            said = message.tokens
+            return NewTokens(
+                index=said.index,
+                ids=tuple(said.ids),
+                choice=said.choice,
+                logprobs=_logprobs(said.logprobs),
+                prompt_logprobs=_logprobs(said.prompt_logprobs),
+            )
+        case "choice_finish":
+            ended = message.choice_finish
+            return ChoiceFinished(
+                choice=ended.choice,
+                reason=wire.finish_from_proto(ended.reason) or FinishReason.ERROR,
+                completion_tokens=ended.completion_tokens,
+            )
         case "retargeted":
-            said = message.retargeted
-            return Retargeted(attempt=said.attempt if said.HasField("attempt") else None)
+            gave_up = message.retargeted
+            return Retargeted(attempt=gave_up.attempt if gave_up.HasField("attempt") else None)
         case "finish":
             return _finished(message.finish)
         case _:
@@ -277,10 +316,15 @@ def _finished(message: decode_pb2.DecodeFinish) -> DecodeFinished:
         reason=wire.finish_from_proto(message.reason) or FinishReason.ERROR,
         completion_tokens=message.completion_tokens,
         prompt_tokens_computed=message.prompt_tokens_computed,
+        cached_tokens=message.cached_tokens,
         transfer=_transfer(message.transfer),
         attempts=message.attempts,
         load=_load(message),
     )
+
+
+def _logprobs(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(wire.logprob_from_proto(message) for message in messages)
 
 
 def _transfer(message: common_pb2.Transfer) -> TransferSum:
@@ -290,4 +334,5 @@ def _transfer(message: common_pb2.Transfer) -> TransferSum:
         parts=message.parts,
         parts_before_last_chunk=message.parts_before_last_chunk,
         duration_s=wire.seconds(message.duration),
+        held_blocks=message.held_blocks,
     )

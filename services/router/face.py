@@ -13,8 +13,9 @@ from paceline import wire
 from paceline.errors import Draining, InvalidRequest, PacelineError, RequestCancelled, quote
 from paceline.log import bound
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
-from paceline.services.router.answer import Answer, Piece, Summary
+from paceline.services.router.answer import Answer, ChoiceEnd, Piece, Summary
 from paceline.services.router.calls import peer_to_proto
+from paceline.services.router.choices import Choices
 from paceline.services.router.enrolment import read_key, read_worker, worker_to_proto
 from paceline.services.router.prompt import PromptReader, read_request_id
 from paceline.services.router.relay import Means, Relay
@@ -89,13 +90,20 @@ class RouterFace(router_pb2_grpc.RouterServicer):
             means.metrics.requests.labels(error.reason.lower()).inc()
             raise
         means.metrics.prompt_tokens.inc(len(request.prompt))
-        silent_ids = request.sampling.stop_token_ids
-        answer = Answer(self._reader.text_stream(), stop=request.stop, silent_ids=silent_ids)
+        sampling = request.sampling
+
+        def answer() -> Answer:
+            text = self._reader.text_stream()
+            silent_ids = sampling.stop_token_ids
+            return Answer(text, stop=request.stop, silent_ids=silent_ids, min_tokens=sampling.min_tokens)
+
+        scored = sampling.prompt_logprobs is not None and len(request.prompt) > 1
+        choices = Choices(answer, count=sampling.n, scored_prompt=scored)
 
         async def write(piece: Piece) -> None:
             await context.write(piece_to_proto(request_id, piece))
 
-        relay = self._live[request_id] = Relay(request, answer, means, write, arrived=arrived)
+        relay = self._live[request_id] = Relay(request, choices, means, write, arrived=arrived)
         await relay.run()
 
     # ---- what is known -----------------------------------------------------------------------------------------------
@@ -179,12 +187,27 @@ class RouterFace(router_pb2_grpc.RouterServicer):
 
 def piece_to_proto(request_id: RequestId, piece: Piece) -> router_pb2.GenerateResponse:
     """A piece for the wire."""
-    return router_pb2.GenerateResponse(
+    message = router_pb2.GenerateResponse(
         request_id=request_id,
         text=piece.text,
         token_ids=piece.token_ids,
         token_index=piece.index,
         finish=None if piece.summary is None else summary_to_proto(piece.summary),
+        choice=piece.choice,
+        logprobs=[wire.logprob_to_proto(each) for each in piece.logprobs],
+        prompt_logprobs=[wire.logprob_to_proto(each) for each in piece.prompt_logprobs],
+    )
+    if piece.end is not None:
+        message.finish.CopyFrom(end_to_proto(piece.end))
+    return message
+
+
+def end_to_proto(end: ChoiceEnd) -> router_pb2.Finish:
+    """The end of one of several choices for the wire."""
+    return router_pb2.Finish(
+        reason=wire.finish_to_proto(end.reason),
+        usage=common_pb2.Usage(completion_tokens=end.tokens),
+        stop_text=end.stop_text,
     )
 
 
@@ -213,6 +236,7 @@ def summary_to_proto(summary: Summary) -> router_pb2.Finish:
             parts=transfer.parts,
             parts_before_last_chunk=transfer.parts_before_last_chunk,
             duration=wire.duration(transfer.duration_s),
+            held_blocks=transfer.held_blocks,
         ),
         prefill_worker=None if prefill is None else wire.key_to_proto(prefill),
         decode_worker=None if decode is None else wire.key_to_proto(decode),

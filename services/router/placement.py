@@ -1,8 +1,9 @@
 """Where a request goes: a pure function of what it asks for and what the workers look like.
 
-A decode worker needs room for the whole request, prompt and answer. A prefill worker is paired only with a decode
-worker of the same fingerprint. The prompt is computed on the decode worker itself where that is the policy, where the
-prompt is short, or where no matching prefill worker is alive; where such are alive and merely busy, the request waits.
+A decode worker needs room for the prompt and the beginning of the answer, as it admits by itself. A prefill worker is
+paired only with a decode worker of the same fingerprint. The prompt is computed on the decode worker itself where that
+is the policy, where the prompt is short, or where no matching prefill worker is alive; where such are alive and merely
+busy, the request waits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.types import Limits, Role, WorkerKey, blocks_for
+from paceline.types import Limits, Role, WorkerKey, blocks_for, blocks_to_admit
 
 
 class LocalPrefill(enum.Enum):
@@ -48,8 +49,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int:
-        """Blocks on the decode worker to the request's end. The last sampled token's KV is never stored."""
-        return blocks_for(self.prompt_tokens + self.max_tokens - 1)
+        """Blocks by which a decode worker admits it."""
+        return blocks_to_admit(self.prompt_tokens, self.max_tokens)
 
     @property
     def prompt_blocks(self) -> int:

@@ -25,6 +25,7 @@ from paceline.types import Limits, RequestId, SamplingParams, check_prompt
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
 MAX_STOP_IDS: Final = 1_024
+MAX_SALT_CHARACTERS: Final = 128
 _THREADS: Final = 2
 _MAX_TIMEOUT_S: Final = 86_400.0
 
@@ -38,6 +39,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...]
     timeout_s: float
     priority: int
+    cache_salt: str = ""
 
 
 class PromptReader:
@@ -90,6 +92,7 @@ class PromptReader:
             stop=stop,
             timeout_s=timeout_s,
             priority=message.priority,
+            cache_salt=read_cache_salt(message.cache_salt),
         )
 
     def _read_prompt(self, message: router_pb2.GenerateRequest, max_tokens: int, limits: Limits) -> tuple[int, ...]:
@@ -132,6 +135,13 @@ def read_request_id(request_id: str, *, draw: Callable[[], str] = lambda: uuid.u
     if not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest("request_id", f"{quote(request_id)} is not 1 to 128 letters, digits or any of . _ : @ / -")
     return RequestId(request_id)
+
+
+def read_cache_salt(asked: str) -> str:
+    """A salt that is short enough to be sent along with every call."""
+    if len(asked) > MAX_SALT_CHARACTERS:
+        raise InvalidRequest("cache_salt", f"{len(asked)} characters are over the limit of {MAX_SALT_CHARACTERS}")
+    return asked
 
 
 def read_timeout(message: router_pb2.GenerateRequest, *, default_s: float) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -36,8 +36,9 @@ from paceline.errors import (
 from paceline.log import get_logger
 from paceline.metrics import RouterMetrics
 from paceline.services.router.admission import Admission
-from paceline.services.router.answer import Answer, Piece, Summary
-from paceline.services.router.calls import Job, TransferSum
+from paceline.services.router.answer import Piece, Summary
+from paceline.services.router.calls import ChoiceFinished, Job, NewTokens, TransferSum
+from paceline.services.router.choices import Choices, Heard
 from paceline.services.router.events import Again, Ended, Record
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.leg import Leg
@@ -72,7 +73,7 @@ class Relay:
     def __init__(
         self,
         request: Request,
-        answer: Answer,
+        answer: Choices,
         means: Means,
         write: Callable[[Piece], Awaitable[None]],
         *,
@@ -151,7 +152,7 @@ class Relay:
         completion_tokens = None if ended.decode is None else ended.decode.completion_tokens
         tail = self._answer.end(completion_tokens=completion_tokens)
         summary = self._summary(ended)
-        self._outbox.put(Piece(text=tail, token_ids=(), index=self._answer.num_tokens, summary=summary))
+        self._outbox.put(msgspec.structs.replace(tail, summary=summary))
         await self._outbox.flush()
         _log.info(
             "request served",
@@ -216,6 +217,8 @@ class Relay:
             prompt=self._request.prompt,
             sampling=self._request.sampling,
             timeout_s=max(0.001, self._request.timeout_s - self._age_s),
+            priority=self._request.priority,
+            cache_salt=self._request.cache_salt,
         )
 
     def _try_place(self) -> Placed | None:
@@ -230,12 +233,13 @@ class Relay:
             )
         return placed
 
-    def _deliver(self, index: int, ids: Sequence[int]) -> bool:
-        piece = self._answer.add(index, ids)
-        if piece is not None:
-            self._observe(piece)
+    def _deliver(self, said: NewTokens | ChoiceFinished) -> Heard:
+        pieces, heard = self._answer.take(said)
+        for piece in pieces:
+            if piece.token_ids:
+                self._observe(piece)
             self._outbox.put(piece)
-        return self._answer.stop_text is not None
+        return heard
 
     def _observe(self, piece: Piece) -> None:
         metrics, now = self._means.metrics, self._now
@@ -254,11 +258,11 @@ class Relay:
         record, answer, decode = self._record, self._answer, ended.decode
         reserved_at = self._now if record.reserved_at is None else record.reserved_at
         return Summary(
-            reason=ended.reason if answer.stop_text is None else FinishReason.STOP,
+            reason=FinishReason.STOP if answer.stop_text is not None else answer.last_reason or ended.reason,
             usage=Usage(
                 prompt_tokens=len(self._request.prompt),
                 completion_tokens=answer.num_tokens,
-                cached_tokens=record.cached_tokens,
+                cached_tokens=record.cached_tokens if decode is None or record.prefill_worker else decode.cached_tokens,
             ),
             stop_text=answer.stop_text,
             queued_s=reserved_at - self._arrived,

@@ -29,6 +29,7 @@ from paceline.errors import AddressInUse, Draining, EngineLost, PacelineError, S
 from paceline.protos import common_pb2
 from paceline.services.worker.convert import fingerprint_to_proto
 from paceline.services.worker.engine_client import EngineClient
+from paceline.services.worker.kv_events import KvEvents
 from paceline.services.worker.messages import Ready, Report
 from paceline.services.worker.registration import PeerInfo, Registration
 from paceline.services.worker.start_lock import StartLock
@@ -60,6 +61,7 @@ class WorkerFront(ABC, Generic[Config]):
         self.ready: Ready
         self.registration: Registration
         self.metrics = metrics.WorkerMetrics(metrics.process_registry())
+        self.kv_events = KvEvents()
         self._address: str
         self._signalled: asyncio.Future[None]
         self._status = 0
@@ -268,6 +270,7 @@ class WorkerFront(ABC, Generic[Config]):
 
     def _on_report(self, report: Report) -> None:
         _count(self.metrics, report)
+        self.kv_events.take(report.kv)
         self.reported(report)
         if self.draining and self._drained():
             self._idle.set()
@@ -330,6 +333,10 @@ def _count(counted: metrics.WorkerMetrics, report: Report) -> None:
         counted.batch_requests.observe(activity.batch_requests)
         counted.prompt_tokens.inc(activity.prompt_tokens)
         counted.generated_tokens.inc(activity.generated_tokens)
+        counted.recomputed_tokens.inc(activity.recomputed_tokens)
+        counted.prefix_queried_tokens.inc(activity.prefix_queried_tokens)
+        counted.prefix_hit_tokens.inc(activity.prefix_hit_tokens)
+    counted.preemptions.inc(activity.preemptions)
     for num_bytes, seconds in activity.writes:
         counted.transfer_bytes.inc(num_bytes)
         counted.transfer_seconds.observe(seconds)

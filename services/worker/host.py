@@ -52,7 +52,14 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
     tensors = weights.load(
         checkpoint, shape, dtype=getattr(torch, config.dtype), device=torch.device(config.device), seed=config.seed
     )
-    engine = Engine(shape, tensors, num_blocks=config.pool_blocks, token_budget=config.max_batch_tokens)
+    engine = Engine(
+        shape,
+        tensors,
+        num_blocks=config.pool_blocks,
+        token_budget=config.max_batch_tokens,
+        prefix_cache=config.prefix_cache,
+        watermark=config.watermark,
+    )
     pool = engine.runner.pool
     layout = KvLayout.of(shape, dtype=config.dtype)
     region = Region(pool.data_ptr(), config.pool_blocks, layout.block_bytes)

@@ -13,6 +13,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from paceline.config import WorkerConfig
 from paceline.engine.request import StepOutput
 from paceline.errors import PacelineError
 from paceline.kvtransfer.agent import AgentEvents
+from paceline.prefix import KvChange
 from paceline.services.worker.host import Host, build, use_threads
 from paceline.services.worker.link import EngineLink
 from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failure, Ping
@@ -104,8 +106,8 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """The load as it is now."""
 
     @abstractmethod
-    def report(self, activity: Activity, events: tuple[Event, ...]) -> msgspec.Struct:
-        """This round's message to the front."""
+    def report(self, activity: Activity, events: tuple[Event, ...], kv: tuple[KvChange, ...]) -> msgspec.Struct:
+        """This round's message to the front. `kv` is what has changed in the prefix cache."""
 
     def run(self) -> None:
         """Until the front is gone."""
@@ -127,18 +129,22 @@ class EngineLoop(ABC, Generic[Command, Event]):
         self.tell(activity)
 
     def _step(self) -> Activity:
-        stats = self.engine.stats
-        prompt_tokens, output_tokens = stats.prompt_tokens_computed, stats.output_tokens
+        before = replace(self.engine.stats)
         self.before_step()
         began = time.perf_counter()
         output = self.engine.step(tick=self._tick)
         seconds = time.perf_counter() - began
         self.stepped(output)
+        stats = self.engine.stats
         return Activity(
-            step_seconds=seconds,
+            step_seconds=seconds if output.progress else 0.0,
             batch_requests=len(output.progress),
-            prompt_tokens=stats.prompt_tokens_computed - prompt_tokens,
-            generated_tokens=stats.output_tokens - output_tokens,
+            prompt_tokens=stats.prompt_tokens_computed - before.prompt_tokens_computed,
+            generated_tokens=stats.output_tokens - before.output_tokens,
+            recomputed_tokens=stats.tokens_recomputed - before.tokens_recomputed,
+            preemptions=stats.preemptions - before.preemptions,
+            prefix_queried_tokens=stats.prefix_queried_tokens - before.prefix_queried_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens - before.prefix_hit_tokens,
         )
 
     def _tick(self) -> None:
@@ -166,8 +172,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """Sends a report, if there is anything new to say: once a round, and earlier where somebody waits for it."""
         load = self.load
         events, self.events = tuple(self.events), []
-        if events or activity is not IDLE or load != self._reported or self._pinged:
-            self._link.send(self.report(activity, events))
+        kv = self.engine.pool.cache.take_changes()
+        if events or kv or activity is not IDLE or load != self._reported or self._pinged:
+            self._link.send(self.report(activity, events, kv))
             self._reported = load
             self._pinged = False
         else:

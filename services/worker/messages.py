@@ -6,6 +6,7 @@ import msgspec
 
 from paceline.errors import PacelineError, rebuild
 from paceline.kvtransfer.layout import Fingerprint
+from paceline.prefix import KvChange
 from paceline.types import Limits, WorkerLoad
 
 
@@ -56,6 +57,10 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     batch_requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
     parts_landed: int = 0
     writes: tuple[tuple[int, float], ...] = ()  # bytes and seconds of each hand-off that ended well
     failed_writes: int = 0
@@ -69,5 +74,6 @@ class Report(Message, frozen=True, kw_only=True):
 
     load: WorkerLoad
     activity: Activity = IDLE
+    kv: tuple[KvChange, ...] = ()  # of the prefix cache, since the last report, in order
     reservations: dict[str, int] = {}
     ignored: dict[str, int] = {}

@@ -146,6 +146,7 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
     max_batch_tokens: Annotated[
         int, Meta(description="Token budget of one step; a longer prompt is computed in chunks", ge=16)
     ] = 512
+    prefix_cache: Annotated[bool, Meta(description="Keep the KV of full blocks to be found by later prompts")] = True
     max_running: Annotated[int, Meta(description="Requests in one batch at most", ge=1)] = 64
     max_waiting: Annotated[int, Meta(description="Requests accepted beyond the batch before refusing", ge=0)] = 256
     transport: Annotated[
@@ -175,6 +176,14 @@ class WorkerConfig(EngineConfig, frozen=True, kw_only=True):
     advertise: Annotated[
         str | None, Meta(description="host:port at which others reach this worker; unset: host and port listened on")
     ] = None
+    watermark: Annotated[
+        float,
+        Meta(
+            description="Share of the pool up to which new requests are taken; those in hand grow into the rest",
+            gt=0,
+            le=1,
+        ),
+    ] = 1.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an address that is not host:port."""
@@ -194,6 +203,14 @@ class DecodeConfig(WorkerConfig, frozen=True, kw_only=True):
     """A decode worker's settings."""
 
     port: Annotated[int, Meta(description="gRPC port", ge=0, le=65535)] = 7090
+    watermark: Annotated[
+        float,
+        Meta(
+            description="Share of the pool up to which new requests are taken; those in hand grow into the rest",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.92
     local_prefill: Annotated[
         Literal["auto", "always", "never"],
         Meta(

@@ -112,6 +112,17 @@ class WorkerMetrics:
             "paceline_engine_prompt_tokens_computed", "Prompt tokens computed here.", registry=registry
         )
         self.generated_tokens = Counter("paceline_engine_generated_tokens", "Tokens sampled here.", registry=registry)
+        self.recomputed_tokens = Counter(
+            "paceline_engine_recomputed_tokens", "Tokens computed again after a preemption.", registry=registry
+        )
+        self.prefix_queried_tokens = Counter(
+            "paceline_prefix_queried_tokens",
+            "Prompt tokens of requests that were sampled here, each request once.",
+            registry=registry,
+        )
+        self.prefix_hit_tokens = Counter(
+            "paceline_prefix_hit_tokens", "Of the queried ones, those found in the prefix cache.", registry=registry
+        )
         self.running = Gauge("paceline_engine_running_requests", "Requests in the batch.", registry=registry)
         self.waiting = Gauge(
             "paceline_engine_waiting_requests", "Requests accepted and not in the batch.", registry=registry
@@ -121,7 +132,7 @@ class WorkerMetrics:
         )
         self.pool_blocks = Gauge(
             "paceline_pool_blocks",
-            "KV blocks by state: total, free, committed (promised to accepted requests) and quarantined.",
+            "KV blocks by state: total, free, committed (held, or expected to be soon) and quarantined.",
             ["state"],
             registry=registry,
         )

@@ -23,6 +23,9 @@ BANNED = -100.0
 MAX_BIASES = 1_024
 """Most ids in a request's logit_bias."""
 
+MAX_LOGPROBS = 20
+"""Most tokens whose log-probabilities are reported beside a chosen one's."""
+
 GROWTH_BLOCKS = 4
 """Blocks for its answer's next tokens that a request is admitted with, and expects as it goes on."""
 
@@ -71,6 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # of tokens in prompt and output; 1: none
     presence_penalty: float = 0.0  # of tokens in the output
     frequency_penalty: float = 0.0  # of tokens in the output, for each time
+    n: int = 1  # choices, each an answer of its own
+    prompt_logprobs: int | None = None  # the same as `logprobs` for the prompt's tokens
+    logprobs: int | None = None  # most likely tokens to report beside each chosen one; None: nothing is reported
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once; BANNED excludes
 
     @property
@@ -100,6 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest("logprobs", f"{self.logprobs} is not from 0 to {MAX_LOGPROBS}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} is not from 0 to max_tokens {self.max_tokens}")
         if len(self.logit_bias) > MAX_BIASES:
@@ -117,6 +125,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def _check_range(field: str, value: float, least: float, most: float, where: str = "") -> None:
     if not least <= value <= most:  # also false for NaN
         raise InvalidRequest(field, f"{value}{where} is not a number from {least:g} to {most:g}")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log-probability, in nats, by the model alone: before penalties, biases and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the most likely tokens, best first
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,19 +159,29 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     pending_prompt_tokens: int = 0  # prompt tokens accepted and not yet computed
     total_blocks: int = 0
     free_blocks: int = 0  # free this moment
-    committed_blocks: int = 0  # promised to accepted requests to their end, quarantine included
+    committed_blocks: int = 0  # held, or expected by accepted requests for what they do next; quarantine included
     quarantined_blocks: int = 0
+    kept_blocks: int = 0  # kept from new requests, for those in hand to grow into; a lone request may have them
     tick_age_ms: float = 0.0  # age of the engine loop's last tick
 
     @property
     def headroom_blocks(self) -> int:
         """Blocks that a new request may still commit to."""
-        return max(0, self.total_blocks - self.committed_blocks)
+        kept = self.kept_blocks if self.committed_blocks else 0
+        return max(0, self.total_blocks - kept - self.committed_blocks)
 
 
 def blocks_for(num_tokens: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_TOKENS)
+
+
+def blocks_to_admit(prompt_tokens: int, max_tokens: int) -> int:
+    """Blocks that a decode worker admits a request by: its prompt's, and a bounded part of its answer's.
+
+    The last sampled token's KV is never stored.
+    """
+    return min(blocks_for(prompt_tokens + max_tokens - 1), blocks_for(prompt_tokens) + GROWTH_BLOCKS)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], *, vocab_size: int) -> None:

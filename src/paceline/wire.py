@@ -196,6 +196,7 @@ def load_to_proto(load: types.WorkerLoad) -> common_pb2.Load:
         committed_blocks=load.committed_blocks,
         quarantined_blocks=load.quarantined_blocks,
         tick_age=duration(load.tick_age_ms / 1e3),
+        kept_blocks=load.kept_blocks,
     )
 
 
@@ -210,6 +211,7 @@ def load_from_proto(message: common_pb2.Load) -> types.WorkerLoad:
         committed_blocks=message.committed_blocks,
         quarantined_blocks=message.quarantined_blocks,
         tick_age_ms=seconds(message.tick_age) * 1e3,
+        kept_blocks=message.kept_blocks,
     )
 
 
@@ -226,6 +228,7 @@ _OPTIONAL: Final = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "logprobs",
 )
 """Fields of one value, under the same name on both sides; one that is not set takes the default of the type."""
 
@@ -238,9 +241,8 @@ def sampling_from_proto(message: common_pb2.SamplingParams, *, seed: int) -> typ
     unsupported: dict[str, object] = {}
     if message.HasField("n") and message.n != 1:
         unsupported["n"] = message.n
-    for name in ("logprobs", "prompt_logprobs"):
-        if message.HasField(name):
-            unsupported[name] = getattr(message, name)
+    if message.HasField("prompt_logprobs"):
+        unsupported["prompt_logprobs"] = message.prompt_logprobs
     types.check_unsupported(unsupported)
     asked = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     return types.SamplingParams(
@@ -259,3 +261,15 @@ def sampling_to_proto(sampling: types.SamplingParams) -> common_pb2.SamplingPara
         ignore_eos=sampling.ignore_eos,
         logit_bias=dict(sampling.logit_bias),
     )
+
+
+def logprob_to_proto(logprob: types.TokenLogprob) -> common_pb2.TokenLogprob:
+    """A token's log-probability for the wire."""
+    top = [common_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top]
+    return common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+
+
+def logprob_from_proto(message: common_pb2.TokenLogprob) -> types.TokenLogprob:
+    """A token's log-probability from the wire."""
+    top = tuple((each.token_id, each.logprob) for each in message.top)
+    return types.TokenLogprob(message.token_id, message.logprob, top)

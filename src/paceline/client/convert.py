@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline import wire
 from paceline.client import types
-from paceline.errors import InvalidRequest, PacelineError, WorkerLost, quote
+from paceline.errors import EngineError, InvalidRequest, PacelineError, WorkerLost, quote
 from paceline.protos import (
     common_pb2,
     decode_pb2,
@@ -140,6 +140,8 @@ def chunk_from_proto(message: router_pb2.GenerateResponse) -> types.Chunk:
         index=message.token_index,
         choice=message.choice,
         finish=_finish(message.finish) if message.HasField("finish") else None,
+        logprobs=tuple(wire.logprob_from_proto(each) for each in message.logprobs),
+        prompt_logprobs=tuple(wire.logprob_from_proto(each) for each in message.prompt_logprobs),
     )
 
 
@@ -178,18 +180,39 @@ def _transfer(message: common_pb2.Transfer) -> types.TransferSummary:
         parts=message.parts,
         parts_before_last_chunk=message.parts_before_last_chunk,
         duration_s=wire.seconds(message.duration),
+        held_blocks=message.held_blocks,
     )
 
 
 def completion(chunks: Sequence[types.Chunk]) -> types.Completion:
-    """The whole answer of one choice's pieces, the last of which has a finish."""
+    """The whole answer, of all of its pieces; the last has the request's finish."""
     last = chunks[-1]
     assert last.finish is not None
+    by_choice: dict[int, list[types.Chunk]] = {}
+    for chunk in chunks:
+        by_choice.setdefault(chunk.choice, []).append(chunk)
+    choices = tuple(_choice(by_choice[choice]) for choice in sorted(by_choice))
     return types.Completion(
         request_id=last.request_id,
+        text=choices[0].text,
+        token_ids=choices[0].token_ids,
+        finish=last.finish,
+        logprobs=choices[0].logprobs,
+        prompt_logprobs=tuple(each for chunk in chunks for each in chunk.prompt_logprobs),
+        choices=choices,
+    )
+
+
+def _choice(chunks: Sequence[types.Chunk]) -> types.Choice:
+    finish = chunks[-1].finish
+    if finish is None:
+        raise EngineError(f"choice {chunks[-1].choice} of the answer never ended")
+    return types.Choice(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        finish=last.finish,
+        reason=finish.reason,
+        stop_text=finish.stop_text,
+        logprobs=tuple(each for chunk in chunks for each in chunk.logprobs),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import msgspec
 
-from paceline.types import FinishReason, Limits, Role, Usage, WorkerKey, WorkerLoad
+from paceline.types import FinishReason, Limits, Role, TokenLogprob, Usage, WorkerKey, WorkerLoad
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -58,6 +58,7 @@ class TransferSummary(msgspec.Struct, frozen=True, kw_only=True):
     parts: int
     parts_before_last_chunk: int
     duration_s: float
+    held_blocks: int = 0  # on the decode worker already: they did not move
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +76,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of an answer; `finish` is set in the last one only."""
+    """One piece of an answer; `finish` is set in the last one of each choice."""
 
     request_id: str
     text: str
@@ -83,15 +84,30 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # of the first of token_ids in the answer
     choice: int = 0
     finish: Finish | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of token_ids, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first piece: of the prompt's tokens from the second on
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the answers to a request that asked for `n`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    stop_text: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer."""
+    """A whole answer. Text, ids and log-probabilities are the first choice's, for most requests have but one."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
-    finish: Finish
+    finish: Finish  # of the request: its usage is over all choices
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

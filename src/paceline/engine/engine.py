@@ -1,9 +1,12 @@
 """The engine: requests in, tokens out, over one model and one KV pool. It knows no network and no tier.
 
-The life of a request here: `try_reserve` promises its blocks, `add` puts it before the scheduler, `step` computes it
+The life of a request here: `try_reserve` leases its first blocks, `add` puts it before the scheduler, `step` computes it
 in chunks and samples, and at its end the blocks are freed, unless it holds them. A tier is a policy over this: prefill
 adds with `hold` and `stop_after=1` and sends the blocks that each step reports as computed; decode adds with
 `computed` where KV has landed.
+
+A full block becomes findable once a step that read it gave finite logits, and so never over tokens that are not final.
+Where a step finds no block, a request is preempted: it waits, and is computed again from what is still found of it.
 
 Single-threaded: one loop calls everything.
 """
@@ -15,14 +18,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.checkpoint.model_config import ModelConfig
-from paceline.engine.block_pool import BlockLease, BlockPool, PoolExhausted
+from paceline.engine.block_pool import BlockLease, BlockPool
 from paceline.engine.logits import Shaping
+from paceline.engine.memory import Memory
 from paceline.engine.request import Chunk, EngineRequest, Progress, StepOutput
 from paceline.engine.runner import Runner
 from paceline.engine.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
 from paceline.engine.weights import Weights
 from paceline.errors import EngineError
-from paceline.types import Limits, RequestId, SamplingParams, WorkerLoad, blocks_for
+from paceline.prefix import ROOT, BlockHash
+from paceline.types import (
+    BLOCK_TOKENS,
+    Limits,
+    RequestId,
+    SamplingParams,
+    WorkerLoad,
+    blocks_for,
+)
 
 
 @dataclass(slots=True)
@@ -31,11 +43,15 @@ class EngineStats:
 
     steps: int = 0
     step_seconds: float = 0.0
-    prompt_tokens_computed: int = 0
+    prompt_tokens_computed: int = 0  # for the first time
+    tokens_recomputed: int = 0  # after a preemption
     output_tokens: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0  # prompt tokens of requests that got to sample here, each request once
+    prefix_hit_tokens: int = 0  # of those, found in the cache
 
 
 def _nothing() -> None:
@@ -46,8 +62,16 @@ class Engine:
     """Continuous batching over a paged KV pool of `num_blocks` blocks."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, *, num_blocks: int, token_budget: int = DEFAULT_TOKEN_BUDGET
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        num_blocks: int,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        prefix_cache: bool = True,
+        watermark: float = 1.0,
     ) -> None:
+        """`watermark` is the share of the pool up to which new requests are admitted beside others."""
         self.limits = Limits(vocab_size=config.vocab_size, context_tokens=config.context_tokens, pool_blocks=num_blocks)
         self.pool = BlockPool(num_blocks)
         self.runner = Runner(config, weights, num_blocks=num_blocks)
@@ -57,11 +81,12 @@ class Engine:
         )
         self._eos_token_ids = config.eos_token_ids
         self._held: dict[RequestId, BlockLease] = {}  # of requests that ended and were to hold
+        self._memory = Memory(self.pool, self._scheduler, watermark=watermark, caching=prefix_cache)
 
     @property
     def has_work(self) -> bool:
-        """True while a step would compute something."""
-        return len(self._scheduler) > 0
+        """True while a step would compute something. Where nothing fits, that is not before blocks come back."""
+        return len(self._scheduler) > 0 and not self._memory.stuck
 
     @property
     def load(self) -> WorkerLoad:
@@ -76,20 +101,31 @@ class Engine:
             total_blocks=self.pool.total,
             free_blocks=self.pool.free,
             committed_blocks=self.pool.committed,
+            kept_blocks=self._memory.kept_blocks,
         )
 
-    def try_reserve(self, num_tokens: int, *, upfront_tokens: int | None = None) -> BlockLease | None:
-        """A lease that holds blocks for `upfront_tokens` (all by default) and promises them up to `num_tokens`.
+    def try_reserve(
+        self,
+        num_tokens: int,
+        *,
+        upfront_tokens: int | None = None,
+        prompt: Sequence[int] = (),
+        root: BlockHash | None = ROOT,
+    ) -> BlockLease | None:
+        """A lease that holds blocks for `upfront_tokens` (all by default) and expects more, up to `num_tokens`.
 
-        None when the pool cannot promise as much now. A request needs prompt + max_tokens - 1 tokens, since the last
-        one's KV is never stored; one that stops after its first token needs its prompt.
+        None when the pool does not admit it now; a request that is alone may have all of it. A request needs
+        prompt + max_tokens - 1 tokens, since the last one's KV is never stored; one that stops after its first token
+        needs its prompt. Full blocks of `prompt` that are cached under `root` are the lease's `shared` ones, at most
+        those before the prompt's last token, which is always computed.
         """
         total = blocks_for(num_tokens)
         upfront = total if upfront_tokens is None else min(total, blocks_for(upfront_tokens))
-        try:
-            return self.pool.lease(upfront, promise=total - upfront)
-        except PoolExhausted:
-            return None
+        return self._memory.admit(prompt, root, upfront=upfront, total=total)
+
+    def try_lease(self, num_blocks: int) -> BlockLease | None:
+        """Blocks in place of others that a request had been admitted with and lost; None where they are not free."""
+        return self.pool.lease(num_blocks) if num_blocks <= self.pool.free else None
 
     def add(
         self,
@@ -102,18 +138,27 @@ class Engine:
         output: Sequence[int] = (),
         hold: bool = False,
         stop_after: int | None = None,
+        priority: int = 0,
+        root: BlockHash | None = ROOT,
     ) -> None:
         """Takes a validated request, and from now on owns its lease.
 
-        `computed` tokens have their KV in the lease's blocks already; `output` was sampled elsewhere and counts towards
-        `max_tokens`. `stop_after` ends it after so many output tokens, whatever else. With `hold` its blocks are kept
-        past its end, be it an abort, until `release`. Raises `EngineError` for a request that contradicts itself: a
-        fault of the caller.
+        `computed` tokens, or those of the lease's shared blocks, have their KV there already; `output` was sampled
+        elsewhere and counts towards `max_tokens`. `stop_after` ends it after so many output tokens, whatever else. With
+        `hold` its blocks are kept past its end, be it an abort, until `release`: its lease has all that it needs, and
+        it is never preempted. Its blocks are cached under `root`, if any. Raises `EngineError` for a request that
+        contradicts itself: a fault of the caller.
         """
+        computed = max(computed, lease.shared * BLOCK_TOKENS)
         request = EngineRequest(
             request_id, [*prompt, *output], len(prompt), sampling, lease, computed, hold, stop_after
         )
         request.shaping = Shaping.of(sampling, prompt, self._eos_token_ids)
+        request.priority = priority
+        request.root = root if self._memory.caching else None
+        request.published = lease.shared
+        request.cached_tokens = lease.shared * BLOCK_TOKENS
+        request.reached = computed
         self._check(request)
         self._scheduler.add(request)
 
@@ -126,7 +171,8 @@ class Engine:
         if request is None:
             return False
         self.stats.requests_aborted += 1
-        self._end(request)
+        if not request.preempted:
+            self._end(request)
         return True
 
     def release(self, request_id: RequestId) -> None:
@@ -141,27 +187,39 @@ class Engine:
 
     def step(self, tick: Callable[[], None] = _nothing) -> StepOutput:
         """Computes the next batch; `tick` is called between layers, so that transfers go on during a long step."""
-        batch = self._scheduler.next_batch()
+        self._memory.resume()
+        batch, preempted = self._memory.make_room(self._scheduler.next_batch())
+        self.stats.preemptions = self._memory.preemptions
         if not batch:
-            return StepOutput()
+            return StepOutput(preempted=preempted)
         began = time.perf_counter()
-        for chunk in batch:
-            chunk.request.lease.grow_to(blocks_for(chunk.end))
+        known = [chunk.request.reached for chunk in batch]
         sampled = self.runner.run(batch, tick)
         progress = self._scheduler.commit(batch, sampled)
-        self._account(batch, progress)
-        self.stats.step_seconds += time.perf_counter() - began
-        return StepOutput(progress, sum(chunk.num_tokens for chunk in batch))
-
-    def _account(self, batch: list[Chunk], progress: list[Progress]) -> None:
+        for chunk, reached, done in zip(batch, known, progress, strict=True):
+            self._account(chunk, reached, done)
         self.stats.steps += 1
-        for chunk, done in zip(batch, progress, strict=True):
-            self.stats.prompt_tokens_computed += max(0, min(chunk.end, chunk.request.num_prompt) - chunk.start)
-            self.stats.output_tokens += len(done.token_ids)
-            if done.ended:
-                self.stats.requests_failed += done.error is not None
-                self.stats.requests_finished += done.error is None
-                self._end(chunk.request)
+        self.stats.step_seconds += time.perf_counter() - began
+        return StepOutput(progress, sum(chunk.num_tokens for chunk in batch), preempted)
+
+    def _account(self, chunk: Chunk, reached: int, done: Progress) -> None:
+        """`reached` is how far the request had ever come before the step."""
+        request, stats = chunk.request, self.stats
+        stats.prompt_tokens_computed += max(0, min(chunk.end, request.num_prompt) - max(chunk.start, reached))
+        stats.tokens_recomputed += max(0, min(chunk.end, reached) - chunk.start)
+        stats.output_tokens += len(done.token_ids)
+        if done.token_ids:
+            self._memory.publish(request)
+            if not request.counted:
+                request.counted = True
+                stats.prefix_queried_tokens += request.num_prompt
+                stats.prefix_hit_tokens += request.cached_tokens
+        if done.ended:
+            stats.requests_failed += done.error is not None
+            stats.requests_finished += done.error is None
+            if done.error is not None:
+                self.pool.forget(request.lease.blocks)  # any of them may hold what made the logits unusable
+            self._end(request)
 
     def _end(self, request: EngineRequest) -> None:
         if request.hold:
@@ -173,7 +231,8 @@ class Engine:
         """Refuses what would fail in the middle of a batch and take the neighbours with it."""
         name = f"request {request.request_id}"
         last_output = request.sampling.max_tokens if request.stop_after is None else request.stop_after
-        stored = request.num_prompt + min(last_output, request.sampling.max_tokens) - 1
+        at_end = blocks_for(request.stored_at_end)
+        needed = at_end if request.hold else blocks_for(request.computed)
         if self._scheduler.knows(request.request_id) or request.request_id in self._held:
             raise EngineError(f"{name} is here already")
         if not 0 <= request.computed < len(request.tokens) or request.num_prompt == 0:
@@ -182,5 +241,7 @@ class Engine:
             )
         if request.num_output and (self._scheduler.finish_reason(request) or request.num_output >= last_output):
             raise EngineError(f"{name} has ended with the output it came with")
-        if request.lease.capacity < blocks_for(stored) or len(request.lease.blocks) < blocks_for(request.computed):
-            raise EngineError(f"{name} needs {blocks_for(stored)} KV blocks and was lent {request.lease.capacity}")
+        if len(request.lease) < needed:
+            raise EngineError(f"{name} needs {needed} KV blocks and was lent {len(request.lease)}")
+        if at_end > self.pool.total:
+            raise EngineError(f"{name} needs {at_end} KV blocks to its end, and the pool has {self.pool.total}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from paceline.engine.block_pool import BlockLease
 from paceline.engine.logits import Shaping
 from paceline.errors import EngineError
-from paceline.types import FinishReason, RequestId, SamplingParams
+from paceline.prefix import ROOT, BlockHash
+from paceline.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, TokenLogprob, blocks_for
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,14 @@ class EngineRequest:
     computed: int = 0
     hold: bool = False  # keep the blocks after the end, until they are released by name
     stop_after: int | None = None  # end after so many output tokens, whatever else
+    priority: int = 0  # the lowest is preempted first
+    root: BlockHash | None = ROOT  # what its blocks are known under; None: they are never cached
+    arrival: int = 0  # counts up; given by the scheduler
+    cached_tokens: int = 0  # of the prompt, found in the cache when it came
+    hashes: list[BlockHash] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    published: int = 0  # blocks, from the first, that the cache was told of
+    reached: int = 0  # most tokens whose KV was ever stored; what is computed below is computed again
+    counted: bool = False  # the cache's statistics have it
     choice: int = 0  # which of its caller's parallel samples
     shaping: Shaping | None = None  # what it asks of its logits
 
@@ -42,6 +51,33 @@ class EngineRequest:
     def remaining(self) -> int:
         """Tokens still to compute before the next can be sampled; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all: the smallest is served first and preempted last."""
+        return (-self.priority, self.arrival)
+
+    @property
+    def preempted(self) -> bool:
+        """True while its blocks are taken away, until it gets others and computes its tokens again."""
+        return self.lease.released
+
+    @property
+    def stored_at_end(self) -> int:
+        """Tokens whose KV is stored at its end, at most. The last sampled token's never is."""
+        outputs = self.sampling.max_tokens
+        return self.num_prompt + (outputs if self.stop_after is None else min(outputs, self.stop_after)) - 1
+
+    @property
+    def growth(self) -> int:
+        """Blocks that it may still ask for, were each of its tokens stored."""
+        return max(0, blocks_for(self.stored_at_end) - len(self.lease))
+
+    def begin(self, lease: BlockLease) -> None:
+        """Takes other blocks, of which the shared ones hold its first tokens already."""
+        self.lease = lease
+        self.published = lease.shared
+        self.computed = lease.shared * BLOCK_TOKENS
 
     @property
     def num_output(self) -> int:
@@ -74,6 +110,7 @@ class Sampled:
 
     token_ids: Sequence[int]
     bad: frozenset[int] = frozenset()  # entries whose logits were NaN or infinite; their token means nothing
+    logprobs: Sequence[TokenLogprob | None] = ()  # of each entry, where any was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +123,7 @@ class Progress:
     ended: bool  # the engine is done with it
     finish_reason: FinishReason | None = None  # None with `ended`: `stop_after` cut it, and it goes on elsewhere
     error: EngineError | None = None  # with FinishReason.ERROR
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +132,4 @@ class StepOutput:
 
     progress: list[Progress] = field(default_factory=list)
     num_tokens: int = 0  # computed in this step
+    preempted: tuple[RequestId, ...] = ()  # lost their blocks before it; they come back by themselves

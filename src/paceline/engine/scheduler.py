@@ -1,12 +1,17 @@
 """What to compute next. There are no phases: in every request `computed` chases `target`, and a step is a list of
 chunks under a token budget. A decode is a chunk of one token, a prompt is as many as fit.
 
+When the pool runs out of blocks, the request of the lowest priority, of those the latest, is preempted: it waits apart,
+keeps its tokens, and computes them again. So the first in rank always goes on, and every request becomes the first.
+
 Pure: no clock, no I/O, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from bisect import insort
+from collections.abc import Collection, Iterable, Sequence
 
 from paceline.engine.finish import finish_reason
 from paceline.engine.request import Chunk, EngineRequest, Progress, Sampled
@@ -27,26 +32,67 @@ class Scheduler:
         self._context_tokens = context_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[RequestId, EngineRequest] = {}  # in order of service
+        self._preempted: list[EngineRequest] = []  # the first in rank in front
+        self._arrivals = itertools.count(1)
+        self.changes = 0
+        """How often requests came, went, or changed sides."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        """Requests with work left, preempted ones included."""
+        return len(self._requests) + len(self._preempted)
 
     @property
     def requests(self) -> Iterable[EngineRequest]:
-        """Those with work left, the next to be served first."""
+        """Those with work left and blocks, the next to be served first."""
         return self._requests.values()
+
+    @property
+    def running(self) -> int:
+        """Requests with work left and blocks."""
+        return len(self._requests)
+
+    @property
+    def preempted(self) -> Sequence[EngineRequest]:
+        """Those that wait for blocks to go on, the first in rank in front: it is the next to get some."""
+        return self._preempted
+
+    @property
+    def victim(self) -> EngineRequest | None:
+        """Who is preempted next: of the lowest priority the latest. Never one whose blocks others may be reading."""
+        able = (request for request in self._requests.values() if not request.hold)
+        return max(able, key=lambda request: request.rank, default=None)
 
     def knows(self, request_id: RequestId) -> bool:
         """True while the request has work left."""
-        return request_id in self._requests
+        return request_id in self._requests or any(each.request_id == request_id for each in self._preempted)
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request in, behind the others."""
+        request.arrival = next(self._arrivals)
         self._requests[request.request_id] = request
+        self.changes += 1
 
     def remove(self, request_id: RequestId) -> EngineRequest | None:
         """Gives a request up, or None if it is not here."""
-        return self._requests.pop(request_id, None)
+        self.changes += 1
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            request = next((each for each in self._preempted if each.request_id == request_id), None)
+            if request is not None:
+                self._preempted.remove(request)
+        return request
+
+    def preempt(self, request: EngineRequest) -> None:
+        """Takes a request out of service until `resume`; its blocks are gone."""
+        del self._requests[request.request_id]
+        insort(self._preempted, request, key=lambda each: each.rank)
+        self.changes += 1
+
+    def resume(self, request: EngineRequest) -> None:
+        """Takes a preempted request, which has blocks again, back into service."""
+        self._preempted.remove(request)
+        self._requests[request.request_id] = request
+        self.changes += 1
 
     def next_batch(self) -> list[Chunk]:
         """The next step's chunks: first those one token short of sampling, then prompts in order, the last cut."""
@@ -56,13 +102,13 @@ class Scheduler:
         if len(short) > budget:
             self._to_the_back(chunk.request for chunk in batch)
         budget -= len(batch)
-        for request in self._requests.values():
+        prompts = [request for request in self._requests.values() if request.remaining > 1]
+        for request in sorted(prompts, key=lambda request: request.rank):
             if budget == 0:
                 break
-            if request.remaining > 1:
-                num_tokens = min(request.remaining, budget)
-                batch.append(Chunk(request, request.computed, num_tokens))
-                budget -= num_tokens
+            num_tokens = min(request.remaining, budget)
+            batch.append(Chunk(request, request.computed, num_tokens))
+            budget -= num_tokens
         return batch
 
     def commit(self, batch: list[Chunk], sampled: Sampled) -> list[Progress]:
@@ -72,13 +118,15 @@ class Scheduler:
         for chunk in batch:
             samples = chunk.samples
             chunk.request.computed = chunk.end
+            chunk.request.reached = max(chunk.request.reached, chunk.end)
             if not samples:
                 progress.append(Progress(chunk.request.request_id, (), chunk.end, ended=False))
                 continue
-            done = self._fail(chunk) if entry in sampled.bad else self._append(chunk, sampled.token_ids[entry])
+            done = self._fail(chunk) if entry in sampled.bad else self._append(chunk, sampled, entry)
             entry += 1
             if done.ended:
                 del self._requests[done.request_id]
+                self.changes += 1
             progress.append(done)
         return progress
 
@@ -93,12 +141,20 @@ class Scheduler:
             context_tokens=self._context_tokens,
         )
 
-    def _append(self, chunk: Chunk, token_id: int) -> Progress:
-        request = chunk.request
+    def _append(self, chunk: Chunk, sampled: Sampled, entry: int) -> Progress:
+        request, token_id = chunk.request, sampled.token_ids[entry]
         request.tokens.append(token_id)
         reason = self.finish_reason(request)
         cut = request.stop_after is not None and request.num_output >= request.stop_after
-        return Progress(request.request_id, (token_id,), chunk.end, reason is not None or cut, reason)
+        logprob = sampled.logprobs[entry] if sampled.logprobs else None
+        return Progress(
+            request.request_id,
+            (token_id,),
+            chunk.end,
+            ended=reason is not None or cut,
+            finish_reason=reason,
+            logprobs=() if logprob is None else (logprob,),
+        )
 
     def _fail(self, chunk: Chunk) -> Progress:
         request = chunk.request

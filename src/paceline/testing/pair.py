@@ -58,7 +58,15 @@ class MemoryLink:
 class Pair:
     """One prefill and one decode worker, with a tiny model of equal weights. Requests end when the test says so."""
 
-    def __init__(self, folder: Path, *, prefill_blocks: int = 64, decode_blocks: int = 64, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefill_blocks: int = 64,
+        decode_blocks: int = 64,
+        prefix_cache: bool = True,
+        **settings: Any,
+    ) -> None:
         self.hub = Hub()
         shared: dict[str, Any] = {
             "model": "dummy:tiny",
@@ -67,6 +75,7 @@ class Pair:
             "max_batch_tokens": 32,
             "cache_dir": folder,
             "run_dir": folder,
+            "prefix_cache": prefix_cache,
         }
         self.prefill_key, self.decode_key = WorkerKey("prefill-0", 1), WorkerKey("decode-0", 1)
         prefill_config = PrefillConfig(pool_blocks=prefill_blocks, **shared)
@@ -82,15 +91,37 @@ class Pair:
 
     # What the fronts would send
 
-    def reserve(self, name: str, prompt: list[int], sampling: SamplingParams, *, local: bool = False) -> None:
+    def reserve(
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        local: bool = False,
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
         """The router's call on the decode worker."""
-        command = Reserve(reservation_id=ReservationId(name), prompt=prompt, sampling=sampling, local=local)
-        self._decode_link.commands.append(command)
+        self._decode_link.commands.append(
+            Reserve(
+                reservation_id=ReservationId(name),
+                prompt=prompt,
+                sampling=sampling,
+                local=local,
+                priority=priority,
+                cache_salt=salt,
+            )
+        )
 
-    def start(self, name: str, prompt: list[int], sampling: SamplingParams, *, attempt: int = 1) -> None:
+    def start(
+        self, name: str, prompt: list[int], sampling: SamplingParams, *, attempt: int = 1, salt: str = ""
+    ) -> None:
         """The router's call on the prefill worker."""
-        command = StartPrefill(attempt=Attempt(ReservationId(name), attempt), prompt=prompt, sampling=sampling)
-        self._prefill_link.commands.append(command)
+        self._prefill_link.commands.append(
+            StartPrefill(
+                attempt=Attempt(ReservationId(name), attempt), prompt=prompt, sampling=sampling, cache_salt=salt
+            )
+        )
 
     def claim(self, name: str, *, attempt: int = 1) -> WriteGranted:
         """The prefill worker's claim, carried there and back."""

@@ -16,7 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import Progress
 from paceline.engine.weights import Weights, load
 from paceline.errors import EngineError, NumericalError
-from paceline.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, blocks_for
+from paceline.types import BLOCK_TOKENS, GROWTH_BLOCKS, FinishReason, RequestId, SamplingParams, blocks_for
 
 TINY = SHAPES["tiny"]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -193,13 +193,13 @@ def test_an_aborted_request_that_holds_keeps_its_blocks_until_they_are_released(
     assert made.pool.free == made.pool.total
 
 
-def test_blocks_are_taken_as_the_output_grows_and_were_promised_from_the_start(weights: Weights) -> None:
+def test_blocks_are_taken_as_the_output_grows_and_a_few_are_expected_from_the_start(weights: Weights) -> None:
     made = engine(weights, num_blocks=6)
     long = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     start(made, "a", prompt(10), long)
-    assert (made.pool.used, made.pool.committed) == (1, 6)
-    assert made.try_reserve(1) is None
-    assert made.load.headroom_blocks == 0
+    assert (made.pool.used, made.pool.committed) == (1, 1 + GROWTH_BLOCKS)
+    assert made.try_reserve(17) is None
+    assert made.load.headroom_blocks == 1
     assert len(tokens_of(finish(made))["a"]) == 80
     assert made.pool.free == 6
 
@@ -270,7 +270,11 @@ def test_requests_that_contradict_themselves_are_refused_before_they_reach_a_bat
     with pytest.raises(EngineError, match="is here already"):
         made.add(RequestId("a"), prompt(5), GREEDY, lease=lease)
     with pytest.raises(EngineError, match="needs 3 KV blocks and was lent 2"):
-        made.add(RequestId("b"), prompt(30), GREEDY, lease=lease)
+        made.add(RequestId("b"), prompt(40), GREEDY, lease=lease, computed=33)
+    with pytest.raises(EngineError, match="needs 3 KV blocks and was lent 2"):
+        made.add(RequestId("b"), prompt(40), GREEDY, lease=lease, hold=True, stop_after=1)
+    with pytest.raises(EngineError, match="needs 65 KV blocks to its end, and the pool has 64"):
+        made.add(RequestId("b"), prompt(64 * 16 - 10), GREEDY, lease=lease)
     with pytest.raises(EngineError, match="nothing to sample from"):
         made.add(RequestId("b"), prompt(5), GREEDY, lease=lease, computed=5)
     with pytest.raises(EngineError, match="nothing to sample from"):

@@ -29,8 +29,8 @@ def hand_over(pair: Pair, name: str, prompt: list[int], sampling: SamplingParams
 
 
 def alone(pair: Pair, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """The answer of a decode worker that computes the prompt itself."""
-    pair.reserve("alone", prompt, sampling, local=True)
+    """The answer of a decode worker that computes the whole prompt itself."""
+    pair.reserve("alone", prompt, sampling, local=True, salt="alone")
     pair.pump_until_idle()
     assert pair.over("alone").prompt_tokens_computed == len(prompt)
     return pair.tokens("alone")

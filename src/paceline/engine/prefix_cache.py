@@ -1,0 +1,123 @@
+"""Which blocks can be found by their content's hash, and which of them nobody holds: those are evictable, oldest first.
+
+A block is in the index from its publication until it is evicted or forgotten, whether a lease holds it or not. One that
+nobody holds counts as free; it keeps its content until the pool takes it back. Of one chain the end is older than the
+beginning, so that what is left of it can still be found.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from paceline.prefix import BlockHash, KvChange, KvRemoved, KvStored
+
+
+class PrefixCache:
+    """The index of one pool::
+
+    idle blocks are a subset of the indexed ones      each hash has one block, each block at most one hash
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self._idle: OrderedDict[int, int] = OrderedDict()  # block -> when it was let go; the oldest first
+        self._clock = 0
+        self._changes: list[KvChange] = []
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_of)
+
+    def __contains__(self, block: int) -> bool:
+        """True for a block that can be found."""
+        return block in self._hash_of
+
+    @property
+    def idle(self) -> int:
+        """Blocks that can be found and that nobody holds."""
+        return len(self._idle)
+
+    @property
+    def changed(self) -> bool:
+        """True while `take_changes` has something to tell."""
+        return bool(self._changes)
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of a chain's beginning, as far as it is here."""
+        found: list[int] = []
+        for each in hashes:
+            block = self._block_of.get(each)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def publish(self, blocks: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+        """Makes held blocks, a chain behind `parent`, findable. A hash that is here already keeps its block."""
+        added: list[BlockHash] = []
+        for block, each in zip(blocks, hashes, strict=True):
+            if each in self._block_of or block in self._hash_of:
+                self._tell_stored(parent, added)
+                parent, added = each, []
+                continue
+            self._block_of[each] = block
+            self._hash_of[block] = each
+            added.append(each)
+        self._tell_stored(parent, added)
+
+    def forget(self, blocks: Iterable[int]) -> list[int]:
+        """Makes blocks unfindable, held or not; returns those of them that were idle, which are nobody's now."""
+        removed: list[BlockHash] = []
+        freed: list[int] = []
+        for block in blocks:
+            each = self._hash_of.pop(block, None)
+            if each is None:
+                continue
+            del self._block_of[each]
+            removed.append(each)
+            if self._idle.pop(block, None) is not None:
+                freed.append(block)
+        if removed:
+            self._changes.append(KvRemoved(tuple(removed)))
+        return freed
+
+    def let_go(self, block: int) -> bool:
+        """Nobody holds the block any more: it is idle from now on, the newest. False where it can not be found."""
+        if block not in self._hash_of:
+            return False
+        self._clock += 1
+        self._idle[block] = self._clock
+        return True
+
+    def hold(self, block: int) -> None:
+        """Somebody holds the block again, if it was idle."""
+        self._idle.pop(block, None)
+
+    def is_idle(self, block: int) -> bool:
+        """True for a block that can be found and that nobody holds."""
+        return block in self._idle
+
+    def oldest(self) -> Iterator[int]:
+        """Idle blocks, the one that was let go first in front. The index must not change meanwhile."""
+        return iter(self._idle)
+
+    def age(self, block: int) -> int | None:
+        """When an idle block was let go, smaller being earlier; None for any other block."""
+        return self._idle.get(block)
+
+    @property
+    def middle_age(self) -> int:
+        """The age that parts the older half of the time since the oldest was let go from the newer."""
+        oldest = next(iter(self._idle.values()), self._clock)
+        return oldest + (self._clock - oldest) // 2
+
+    def take_changes(self) -> tuple[KvChange, ...]:
+        """What has changed since the last call, in order."""
+        changes, self._changes = tuple(self._changes), []
+        return changes
+
+    def _tell_stored(self, parent: BlockHash | None, hashes: list[BlockHash]) -> None:
+        if hashes:
+            self._changes.append(KvStored(parent, tuple(hashes)))
