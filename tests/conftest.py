@@ -14,3 +14,9 @@ from paceline.config import default_cache_dir
 def default_model() -> Source:
     """The default model in the user's cache, fetched on first use. For tests marked `model`."""
     return resolve("smollm2-135m-instruct", cache_dir=default_cache_dir(os.environ))
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Source:
+    """Gemma 3 270M in the user's cache, fetched on first use. For tests marked `model`."""
+    return resolve("gemma3-270m", cache_dir=default_cache_dir(os.environ))

@@ -72,6 +72,6 @@ def _dummy(spec: str) -> Source:
 def _unknown(spec: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"model {quote(spec)} {why}. Accepted are: {'; '.join(PACKAGED_MODELS)}; the path of a .gguf file; "
-        f"the path of a Hugging Face folder (config.json, *.safetensors, tokenizer.json); {DUMMY_PREFIX}SHAPE, with SHAPE one of "
-        f"{', '.join(dummy.SHAPES)} or the path of a config.json"
+        f"the path of a Hugging Face folder (config.json, *.safetensors, tokenizer.json); {DUMMY_PREFIX}SHAPE, with "
+        f"SHAPE one of {', '.join(dummy.SHAPES)} or the path of a config.json"
     )

@@ -75,6 +75,39 @@ def small_vocabulary(control: Sequence[str] = CONTROL) -> tuple[list[str], list[
     return [*control, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)], merges
 
 
+def sentencepiece_metadata(*, add_space_prefix: bool = False) -> dict[str, object]:
+    """`changes` for `write_gguf` that make its tokenizer a SentencePiece BPE as Gemma's: id 2 begins a prompt, 5 ends
+    a turn; bytes, letters, a few words, and two tokens that are found before anything is merged.
+    """
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    found_first = ["\n\n", "  "]
+    raw_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["▁t", "th", "in", "he", "▁the", "▁th", "the", "ing", "user", "▁a", "er", "us", "es", "▁▁"]
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyzé,.\n"]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*control, *found_first, *raw_bytes, *words, *letters],
+        "tokenizer.ggml.scores": [
+            *[-1000.0] * (len(control) + len(found_first)),
+            *[0.0] * len(raw_bytes),
+            *[-float(rank) for rank in range(len(words) + len(letters))],
+        ],
+        "tokenizer.ggml.token_type": [
+            *[3] * len(control),
+            *[4] * len(found_first),
+            *[6] * len(raw_bytes),
+            *[1] * (len(words) + len(letters)),
+        ],
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": add_space_prefix,
+    }
+
+
 def write_gguf(
     path: Path, *, config: ModelConfig = SHAPES["tiny"], seed: int = 0, changes: dict[str, object] | None = None
 ) -> dict[str, NDArray[np.float32]]:

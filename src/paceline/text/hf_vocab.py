@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders
 
 from paceline.checkpoint.hf_config import read_json
 from paceline.errors import CheckpointError, quote
+from paceline.text.pieces import SPACE, byte_level_bytes, sentencepiece_bytes
 from paceline.text.vocab import Vocab
 
 _TOKENIZER: Final = "tokenizer.json"
@@ -26,9 +27,11 @@ def read_vocab(folder: Path) -> Vocab:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower class
         raise CheckpointError(f"{file}: this is no tokenizer: {error}") from error
-    if not isinstance(backend.decoder, decoders.ByteLevel):
+    is_sentencepiece = _is_sentencepiece(read_json(file).get("decoder"))
+    if not is_sentencepiece and not isinstance(backend.decoder, decoders.ByteLevel):
         raise CheckpointError(
-            f"{file}: the decoder is {quote(backend.decoder)}, and only byte-level BPE (ByteLevel) is supported"
+            f"{file}: the decoder is {quote(backend.decoder)}, and only byte-level BPE (ByteLevel) "
+            "and SentencePiece's with a fall-back to bytes are supported"
         )
     control = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     bos_ids = tuple(backend.encode("", add_special_tokens=True).ids)
@@ -42,6 +45,24 @@ def read_vocab(folder: Path) -> Vocab:
         bos_ids=bos_ids,
         chat_template=_chat_template(folder, settings),
         named_tokens={name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None},
+        piece_bytes=sentencepiece_bytes if is_sentencepiece else byte_level_bytes,
+    )
+
+
+def _is_sentencepiece(decoder: object) -> bool:
+    """Whether pieces are SentencePiece's: its sign for a space, and bytes for what no piece has.
+
+    What a decoder may strip at the start of a text is kept here: a piece's bytes do not hang on its place.
+    """
+    steps = decoder.get("decoders") if isinstance(decoder, dict) else None
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        return False
+    kinds = [step.get("type") for step in steps]
+    replaced = {(str(step.get("pattern")), step.get("content")) for step in steps if step.get("type") == "Replace"}
+    return (
+        "ByteFallback" in kinds
+        and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
+        and replaced == {(str({"String": SPACE}), " ")}
     )
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the byte-level BPE tokenizer of a model.
+"""Text to token ids and back, for a model's byte-level or SentencePiece BPE.
 
 Control tokens such as `<|im_end|>` are found here and not by the tokenizer library: a text is split at them only where
 the caller allows it, and everything else is encoded as if they did not exist. So what a user types never becomes one.
@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 from paceline.checkpoint import ModelConfig, Source, SourceKind, read_config
 from paceline.checkpoint.gguf_header import read_header
 from paceline.errors import CheckpointError, InvalidRequest, quote
 from paceline.text import gguf_vocab, hf_vocab
 from paceline.text.vocab import Vocab
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's printable stand-in for each byte: itself where it is printable, else one from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF: Final = _byte_alphabet()
 
 
 class Tokenizer:
@@ -122,13 +111,9 @@ class Tokenizer:
         if self._vocab is None or not 0 <= token_id < self.vocab_size:
             return b""
         added = self._added.get(token_id)
-        if added is not None:  # not in the byte alphabet
+        if added is not None:  # in no alphabet but the reader's
             return str(added.content).encode()
-        text = self._vocab.backend.id_to_token(token_id) or ""
-        try:
-            return bytes([_BYTE_OF[character] for character in text])
-        except KeyError:
-            return text.encode()
+        return self._vocab.piece_bytes(self._vocab.backend.id_to_token(token_id) or "")
 
     @staticmethod
     def _encode_plain(vocab: Vocab, text: str, ignore: str | None) -> list[int]:

@@ -37,7 +37,7 @@ def test_a_path_resolves_by_what_lies_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", ["", "gpt-17", "org/model", "dummy:", "dummy:none", "/", __file__, "a\0b", "dummy:\0"])
 def test_anything_else_is_refused_with_a_list_of_what_is_accepted(tmp_path: Path, spec: str) -> None:
     with pytest.raises(
-        CheckpointError, match=r"Accepted are: smollm2-135m-instruct; gemma3-270m; the path of a \.gguf file"
+        CheckpointError, match=r"Accepted are: smollm2-135m-instruct; gemma3-270m; the path of a \.gguf"
     ):
         resolve(spec, cache_dir=tmp_path)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
+import msgspec
 import pytest
 import regex
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from paceline.checkpoint import Source, SourceKind
+from paceline.checkpoint.dummy import SHAPES
 from paceline.checkpoint.gguf_header import read_header
 from paceline.errors import CheckpointError, InvalidRequest
 from paceline.testing.checkpoints import CONTROL, small_vocabulary, write_folder, write_gguf
@@ -98,13 +101,14 @@ def test_a_dummy_has_ids_and_no_text() -> None:
     ("changes", "named"),
     [
         (
-            {"tokenizer.ggml.model": "llama"},
-            r"tokenizer\.ggml\.model is 'llama', supported is gpt2; give a Hugging Face",
+            {"tokenizer.ggml.model": "bert"},
+            r"tokenizer\.ggml\.model is 'bert', supported are gpt2 and llama; give a Hugging Face",
         ),
         (
-            {"tokenizer.ggml.pre": "llama-bpe"},
-            r"tokenizer\.ggml\.pre is 'llama-bpe', supported are smollm; give a Hugg",
+            {"tokenizer.ggml.pre": "tekken"},
+            r"tokenizer\.ggml\.pre is 'tekken', supported are gpt-2, smollm, llama-bpe, qwen2; give a Hugg",
         ),
+        ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.scores is None, expected 262 numbers"),
         ({"tokenizer.ggml.tokens": None}, r"tokenizer\.ggml\.tokens is None, expected a list of strings"),
         ({"tokenizer.ggml.token_type": [1]}, "tokens and 1 token types"),
         ({"tokenizer.ggml.merges": ["the nonsense"]}, "merges do not fit its tokens"),
@@ -155,13 +159,25 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
         Tokenizer.load(Source(SourceKind.FOLDER, "bad", tmp_path))
 
 
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PATTERNS = {  # as llama.cpp has them: applied one after the other, each to the pieces of the one before
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}|\P{N}+", GPT2),
+    "llama-bpe": (
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "qwen2": (
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
+
+
 class ReferenceBpe:
-    """Byte-level BPE as llama.cpp does it for `smollm`: two patterns one after the other, then merges by rank."""
+    """Byte-level BPE as llama.cpp does it: patterns one after the other, then merges by rank."""
 
-    DIGITS = regex.compile(r"\p{N}|\P{N}+")
-    WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, pre: str) -> None:
         assert source.path is not None
         metadata = read_header(source.path).metadata
         tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
@@ -170,14 +186,20 @@ class ReferenceBpe:
         self._ids = {text: index for index, text in enumerate(tokens)}
         self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
         self._bytes = bytes_to_unicode()
+        self._pre = pre
 
     def encode(self, text: str) -> list[int]:
-        words = [word for piece in self.DIGITS.findall(text) for word in self.WORDS.findall(piece)]
-        return [token_id for word in words for token_id in self._word(word)]
+        # Qwen's own tokenizer normalises; llama.cpp leaves that out.
+        pieces = [unicodedata.normalize("NFC", text) if self._pre == "qwen2" else text]
+        for pattern in PATTERNS[self._pre]:
+            pieces = [part for piece in pieces for part in regex.findall(pattern, piece)]
+        return [token_id for word in pieces for token_id in self._word(word)]
 
     def _word(self, word: str) -> list[int]:
         # Bytes without a token of their own are dropped before merging, as the tokenizers library does.
         parts = [character for byte in word.encode() if (character := self._bytes[byte]) in self._ids]
+        if self._pre == "llama-bpe" and "".join(parts) in self._ids:
+            return [self._ids["".join(parts)]]
         while len(parts) > 1:
             pairs = [(self._ranks.get(pair, len(self._ranks)), at) for at, pair in enumerate(zip(parts, parts[1:]))]  # noqa: B905, RUF007
             rank, at = min(pairs)
@@ -188,8 +210,23 @@ class ReferenceBpe:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_each_pre_tokenizer_cuts_as_an_independent_bpe_does(tmp_path: Path, default_model: Source, pre: str) -> None:
+    """Over the default model's tokens and merges: how words are cut is all that differs."""
+    assert default_model.path is not None
+    metadata = read_header(default_model.path).metadata
+    words = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    config = msgspec.structs.replace(SHAPES["tiny"], vocab_size=49_152, hidden_size=8, head_dim=2)
+    write_gguf(tmp_path / "it.gguf", config=config, changes=words | {"tokenizer.ggml.pre": pre})
+    source = Source(SourceKind.GGUF, "it", tmp_path / "it.gguf")
+    tokenizer, reference = Tokenizer.load(source), ReferenceBpe(source, pre)
+    for text in varied_texts(600):
+        assert tokenizer.encode(text, add_bos=False) == reference.encode(text), repr(text)
+
+
+@pytest.mark.model
 def test_the_default_models_tokens_are_those_of_an_independent_bpe(smollm2: Tokenizer, default_model: Source) -> None:
-    reference = ReferenceBpe(default_model)
+    reference = ReferenceBpe(default_model, "smollm")
     for text in varied_texts(800):
         assert smollm2.encode(text) == reference.encode(text), repr(text)
 
