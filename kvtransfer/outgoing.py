@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.errors import TransferFailed
 from paceline.kvtransfer.transfer import PartNotification, encode, merge
 from paceline.kvtransfer.transports.transport import Finished, Handle, Peer, Piece, Transport
-from paceline.types import ReservationId, WorkerKey
+from paceline.types import ReservationId, TokenLogprob, WorkerKey
 
 
 class OutgoingState(enum.Enum):
@@ -113,12 +113,24 @@ class Outgoing:
         A part may be empty, where the target holds the blocks already. RuntimeError after `finish`, ValueError for
         lists of different lengths.
         """
-        part = self._next_part(source_blocks, target_blocks, last=False, first_tokens=())
+        part = self._next_part(source_blocks, target_blocks, last=False)
         self._post(part)
 
-    def finish(self, source_blocks: Sequence[int], target_blocks: Sequence[int], first_tokens: Sequence[int]) -> None:
+    def finish(
+        self,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        first_tokens: Sequence[int],
+        first_logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         """The last part, with the token ids sampled from the prompt's end. It leaves when all earlier ones arrived."""
-        self._last = self._next_part(source_blocks, target_blocks, last=True, first_tokens=tuple(first_tokens))
+        self._last = self._next_part(
+            source_blocks,
+            target_blocks,
+            last=True,
+            first_tokens=tuple(first_tokens),
+            first_logprobs=tuple(first_logprobs),
+        )
         self._finished = True
         self._post_last_when_due()
 
@@ -158,7 +170,13 @@ class Outgoing:
         return num_bytes
 
     def _next_part(
-        self, source_blocks: Sequence[int], target_blocks: Sequence[int], *, last: bool, first_tokens: tuple[int, ...]
+        self,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        *,
+        last: bool,
+        first_tokens: tuple[int, ...] = (),
+        first_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> _Part:
         if self._finished:
             raise RuntimeError(f"{self} is finished: no part can follow the last")
@@ -173,6 +191,7 @@ class Outgoing:
             last=last,
             total_parts=self._parts + 1 if last else 0,
             first_tokens=first_tokens,
+            first_logprobs=first_logprobs,
         )
         self._parts += 1
         return _Part(tuple(pieces), encode(notification))

@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.kvtransfer.layout import FORMAT_VERSION
 from paceline.kvtransfer.transports.transport import Piece
-from paceline.types import ReservationId, WorkerKey
+from paceline.types import ReservationId, TokenLogprob, WorkerKey
 
 
 class PartNotification(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=f"part-{FORMAT_VERSION}"):
@@ -22,7 +22,8 @@ class PartNotification(msgspec.Struct, frozen=True, kw_only=True, array_like=Tru
     num_blocks: int  # blocks of this part; 0 where the target held them already
     last: bool = False
     total_parts: int = 0  # on the last part, else 0
-    first_tokens: tuple[int, ...] = ()  # on the last part: token ids sampled from the prompt's end
+    first_tokens: tuple[int, ...] = ()  # on the last part: token ids sampled from the prompt's end, one a choice
+    first_logprobs: tuple[TokenLogprob, ...] = ()  # theirs, where they were asked for
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -21,9 +21,11 @@ from paceline.log import get_logger
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.decode.messages import (
     CallRefused,
+    ChoiceOver,
     ClaimWrite,
     DecodeEvent,
     DecodeReport,
+    EndChoice,
     EndRequest,
     GiveUpAttempt,
     MustRestart,
@@ -48,7 +50,7 @@ _log = get_logger(__name__)
 
 _STOP_CALL_S: Final = 5.0
 
-StreamEvent: TypeAlias = Reserved | NewTokens | Redirected | Over
+StreamEvent: TypeAlias = Reserved | NewTokens | ChoiceOver | Redirected | Over
 CallAnswer: TypeAlias = WriteGranted | Redirected
 
 
@@ -104,7 +106,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
 
     def _dispatch(self, event: DecodeEvent) -> None:
         match event:
-            case Reserved() | NewTokens() | Over():
+            case Reserved() | NewTokens() | ChoiceOver() | Over():
                 self._to_stream(event)
             case Redirected():
                 self._to_stream(event)
@@ -222,10 +224,12 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     async def Abort(
         self, request: decode_pb2.DecodeAbortRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.DecodeAbortResponse:
-        """Ends a request; its stream ends with CANCELLED."""
+        """Ends a request, or one of its choices; the stream of the former ends with CANCELLED."""
         reservation = ReservationId(request.reservation_id)
         found = reservation in self._streams
-        if found:
+        if found and request.HasField("choice"):
+            self.send(EndChoice(reservation_id=reservation, choice=request.choice))
+        elif found:
             self.metrics.aborts.labels("aborted").inc()
             self.send(EndRequest(reservation_id=reservation))
         return decode_pb2.DecodeAbortResponse(found=found, load=wire.load_to_proto(self.load))
@@ -282,9 +286,21 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
                 reserved = decode_pb2.Reserved(attempt=1, load=wire.load_to_proto(self.load))
                 return decode_pb2.DecodeGenerateResponse(reserved=reserved)
             case NewTokens():
-                logprobs = [wire.logprob_to_proto(each) for each in event.logprobs]
-                tokens = decode_pb2.Tokens(ids=event.ids, index=event.index, logprobs=logprobs)
+                tokens = decode_pb2.Tokens(
+                    ids=event.ids,
+                    index=event.index,
+                    choice=event.choice,
+                    logprobs=[wire.logprob_to_proto(each) for each in event.logprobs],
+                    prompt_logprobs=[wire.logprob_to_proto(each) for each in event.prompt_logprobs],
+                )
                 return decode_pb2.DecodeGenerateResponse(tokens=tokens)
+            case ChoiceOver():
+                ended = decode_pb2.ChoiceFinish(
+                    choice=event.choice,
+                    reason=wire.finish_to_proto(event.finish),
+                    completion_tokens=event.completion_tokens,
+                )
+                return decode_pb2.DecodeGenerateResponse(choice_finish=ended)
             case Redirected():
                 return decode_pb2.DecodeGenerateResponse(retargeted=decode_pb2.Retargeted(attempt=event.attempt))
             case Over():

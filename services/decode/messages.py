@@ -48,6 +48,13 @@ class EndRequest(Message, frozen=True, kw_only=True):
     stream_lost: bool = False
 
 
+class EndChoice(Message, frozen=True, kw_only=True):
+    """The caller has enough of one choice. Where it was live, answered by `ChoiceOver`."""
+
+    reservation_id: ReservationId
+    choice: int
+
+
 class WriterStopped(Message, frozen=True, kw_only=True):
     """The prefill worker says that every handle of the attempt is terminal."""
 
@@ -62,7 +69,7 @@ class WriterReborn(Message, frozen=True, kw_only=True):
     by: WorkerKey
 
 
-DecodeCommand: TypeAlias = Reserve | ClaimWrite | GiveUpAttempt | EndRequest | WriterStopped | WriterReborn
+DecodeCommand: TypeAlias = Reserve | ClaimWrite | GiveUpAttempt | EndRequest | EndChoice | WriterStopped | WriterReborn
 
 
 # Engine to front
@@ -105,7 +112,18 @@ class NewTokens(Message, frozen=True, kw_only=True):
     reservation_id: ReservationId
     ids: list[int]
     index: int  # of the first, in the answer
+    choice: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of `ids`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first token of a prompt that was computed here
+
+
+class ChoiceOver(Message, frozen=True, kw_only=True):
+    """One of several choices has ended; `Over` follows the last."""
+
+    reservation_id: ReservationId
+    choice: int
+    finish: FinishReason
+    completion_tokens: int
 
 
 class Over(Message, frozen=True, kw_only=True):
@@ -150,7 +168,16 @@ class MustRestart(Message, frozen=True, kw_only=True):
 
 
 DecodeEvent: TypeAlias = (
-    Reserved | WriteGranted | CallRefused | Redirected | NewTokens | Over | StopWriter | QuarantineAlarm | MustRestart
+    Reserved
+    | WriteGranted
+    | CallRefused
+    | Redirected
+    | NewTokens
+    | ChoiceOver
+    | Over
+    | StopWriter
+    | QuarantineAlarm
+    | MustRestart
 )
 
 

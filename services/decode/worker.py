@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from paceline.config import DecodeConfig
 from paceline.engine.block_pool import BlockLease
+from paceline.engine.finish import finish_reason
 from paceline.engine.request import Progress, StepOutput
 from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.kvtransfer.transfer import PartNotification
 from paceline.log import get_logger
 from paceline.prefix import BlockHash, KvChange, root_hash
+from paceline.services.decode.choices import Choice, engine_id
 from paceline.services.decode.messages import (
     COMMANDS,
     CallRefused,
+    ChoiceOver,
     ClaimWrite,
     DecodeCommand,
     DecodeEvent,
     DecodeReport,
+    EndChoice,
     EndRequest,
     GiveUpAttempt,
     MustRestart,
@@ -98,12 +103,12 @@ class _Request:
     prompt: list[int]
     sampling: SamplingParams
     priority: int
-    root: BlockHash
+    root: BlockHash | None  # what the prompt is cached under; None: it is computed whole
     lease: BlockLease | None = None
     """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
     blocks behind it are the reservation's, until the engine gets both as one lease."""
     held_blocks: int = 0
-    told: int = 0  # output tokens that the front has
+    choices: list[Choice] = field(default_factory=list)
     local: bool = False  # the prompt is computed here
     prompt_tokens_computed: int = 0
     attempts: int = 1
@@ -113,6 +118,17 @@ class _Request:
     landed_at: float | None = None
     finish: FinishReason | None = None
     error: PacelineError | None = None
+
+    @property
+    def told(self) -> int:
+        """Output tokens that the front has, of all choices."""
+        return sum(choice.told for choice in self.choices)
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Several choices are to share the prompt, and what runs, if anything does, is that prompt. Its blocks are
+        held past its end."""
+        return len(self.choices) > 1 and self.told == 0
 
     @property
     def stored_tokens(self) -> int:
@@ -142,6 +158,8 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         self._fingerprint = host.ready.fingerprint
         self._block_bytes = host.engine.runner.block_bytes
         self._requests: dict[ReservationId, _Request] = {}
+        self._running: dict[RequestId, tuple[ReservationId, int]] = {}  # the choice that an engine request is
+        self._eos_token_ids = host.ready.eos_token_ids
         self._reservations: Reservations[BlockLease] = Reservations(
             pool_blocks=host.engine.pool.total,
             allocate=self._reserve_again,
@@ -198,6 +216,8 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             case EndRequest():
                 cause = EndCause.STREAM_LOST if command.stream_lost else EndCause.CANCELLED
                 self._feed(Cancel(command.reservation_id, cause))
+            case EndChoice():
+                self._end_choice(command)
             case WriterStopped():
                 # What it sent may lie in buffers still: the blocks are free when the transport has drained them.
                 self.agent.drain(WriterTerminal(command.reservation_id, command.attempt, command.writer))
@@ -206,7 +226,10 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _reserve(self, command: Reserve) -> None:
         reservation = command.reservation_id
-        request = _Request(command.prompt, command.sampling, command.priority, root_hash(salt=command.cache_salt))
+        sampling = command.sampling
+        root = None if sampling.prompt_logprobs is not None else root_hash(salt=command.cache_salt)
+        request = _Request(command.prompt, sampling, command.priority, root)
+        request.choices = [Choice() for _ in range(sampling.n)]
         try:
             check_prompt(command.prompt, max_tokens=command.sampling.max_tokens, limits=self.engine.limits)
             if len(self._requests) >= self._capacity:
@@ -280,16 +303,32 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
     def stepped(self, output: StepOutput) -> None:
         """Passes new tokens on, and ends what the engine has ended."""
         for request_id in output.preempted:
-            self._feed(Preempted(ReservationId(request_id)))
+            self._feed(Preempted(self._running[request_id][0]))
         for done in output.progress:
-            reservation = ReservationId(done.request_id)
-            request = self._requests[reservation]
-            self._advance(reservation, request, done)
+            # Whose sibling has failed in this very step is gone.
+            if (running := self._running.get(done.request_id)) is not None:
+                self._progressed(*running, done)
+
+    def _progressed(self, reservation: ReservationId, choice: int, done: Progress) -> None:
+        request = self._requests[reservation]
+        self._advance(reservation, request, done)
+        if done.error is not None:
+            if request.prompt_alone:
+                self.engine.release(done.request_id)
+            self._stopped(request, choice)
+            request.error = done.error
+            self._feed(NonFinite(reservation))
+        elif done.finishes:
+            self._stopped(request, choice)
+            lease = self.engine.take(done.request_id)
+            self._start(reservation, lease, done.token_ids, done.logprobs, done.prompt_logprobs)
+        else:
             if done.token_ids:
-                self._tell_tokens(reservation, request, list(done.token_ids), done.logprobs)
+                self._tell_tokens(reservation, choice, done.token_ids, done.logprobs, done.prompt_logprobs)
             if done.ended:
-                request.finish, request.error = done.finish_reason, done.error
-                self._feed(Finished(reservation) if done.error is None else NonFinite(reservation))
+                assert done.finish_reason is not None, "what is not cut has a reason"
+                self._stopped(request, choice)
+                self._choice_over(reservation, choice, done.finish_reason)
 
     def expire(self, now: float) -> None:
         """The reservations' timers."""
@@ -334,10 +373,133 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                 self._feed(PromptComputed(reservation))
 
     def _tell_tokens(
-        self, reservation: ReservationId, request: _Request, ids: list[int], logprobs: tuple[TokenLogprob, ...]
+        self,
+        reservation: ReservationId,
+        choice: int,
+        ids: Sequence[int],
+        logprobs: tuple[TokenLogprob, ...],
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
-        self.events.append(NewTokens(reservation_id=reservation, ids=ids, index=request.told, logprobs=logprobs))
-        request.told += len(ids)
+        answer = self._requests[reservation].choices[choice]
+        self.events.append(
+            NewTokens(
+                reservation_id=reservation,
+                ids=list(ids),
+                index=answer.told,
+                choice=choice,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+        answer.told += len(ids)
+
+    # Choices
+
+    def _run(
+        self,
+        reservation: ReservationId,
+        choice: int,
+        lease: BlockLease,
+        *,
+        computed: int = 0,
+        output: Sequence[int] = (),
+        fanout: int = 1,
+    ) -> None:
+        """Gives a choice, or with `fanout` the prompt of all of them, to the engine. Raises as `Engine.add` does."""
+        request = self._requests[reservation]
+        request_id = engine_id(reservation, choice, request.sampling.n)
+        self.engine.add(
+            request_id,
+            request.prompt,
+            request.sampling,
+            lease=lease,
+            computed=computed,
+            output=output,
+            priority=request.priority,
+            root=request.root,
+            choice=choice,
+            hold=fanout > 1,
+            stop_after=1 if fanout > 1 else None,
+            fanout=fanout,
+        )
+        request.choices[choice].running = request_id
+        self._running[request_id] = (reservation, choice)
+
+    def _start(
+        self,
+        reservation: ReservationId,
+        lease: BlockLease,
+        first_tokens: Sequence[int],
+        logprobs: tuple[TokenLogprob, ...],
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """The prompt of several choices is computed, and their first tokens are known: those that go on share it."""
+        request = self._requests[reservation]
+        num_prompt = len(request.prompt)
+        if len(first_tokens) != len(request.choices):
+            error = EngineError(f"{len(first_tokens)} first tokens came for {len(request.choices)} choices")
+            self._reject(reservation, lease, error)
+            return
+        ends = [self._first_ends(request, token_id) for token_id in first_tokens]
+        live = [c for c, end in enumerate(ends) if end is None and request.choices[c].finish is None]
+        forks = {choice: self.engine.fork(lease, num_prompt) for choice in live[1:]}
+        for choice in live:
+            fork = forks.get(choice, lease)
+            output = first_tokens[choice : choice + 1]
+            self._run(reservation, choice, fork, computed=num_prompt if fork.blocks else 0, output=output)
+        if not live:
+            lease.release()
+        for choice, token_id in enumerate(first_tokens):
+            if request.choices[choice].finish is None:
+                of_choice = logprobs[choice : choice + 1]
+                self._tell_tokens(reservation, choice, (token_id,), of_choice, prompt_logprobs if choice == 0 else ())
+        for choice, end in enumerate(ends):
+            if end is not None and request.choices[choice].finish is None:
+                self._choice_over(reservation, choice, end)
+
+    def _first_ends(self, request: _Request, token_id: int) -> FinishReason | None:
+        return finish_reason(
+            token_id,
+            num_prompt=len(request.prompt),
+            num_output=1,
+            sampling=request.sampling,
+            eos_token_ids=self._eos_token_ids,
+            context_tokens=self.engine.limits.context_tokens,
+        )
+
+    def _stopped(self, request: _Request, choice: int) -> None:
+        """The engine does not know the choice any more."""
+        running, request.choices[choice].running = request.choices[choice].running, None
+        if running is not None:
+            del self._running[running]
+
+    def _choice_over(self, reservation: ReservationId, choice: int, finish: FinishReason) -> None:
+        request = self._requests[reservation]
+        answer = request.choices[choice]
+        answer.finish = finish
+        if len(request.choices) > 1:
+            self.events.append(
+                ChoiceOver(reservation_id=reservation, choice=choice, finish=finish, completion_tokens=answer.told)
+            )
+        if all(each.finish is not None for each in request.choices):
+            request.finish = finish
+            self._feed(Finished(reservation))
+
+    def _end_choice(self, command: EndChoice) -> None:
+        request = self._requests.get(command.reservation_id)
+        if request is None or command.choice >= len(request.choices):
+            return
+        answer = request.choices[command.choice]
+        others = any(each.finish is None for each in request.choices if each is not answer)
+        if answer.finish is not None or not others:
+            return  # the last one ends with its request
+        if answer.running is not None:
+            if request.prompt_alone:  # it runs under the first one's name
+                answer.finish = FinishReason.CANCELLED
+                return
+            self.engine.abort(answer.running)
+            self._stopped(request, command.choice)
+        self._choice_over(command.reservation_id, command.choice, FinishReason.CANCELLED)
 
     # Actions
 
@@ -408,24 +570,17 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _land(self, land: Land[BlockLease]) -> None:
         request = self._requests[land.reservation]
-        first_tokens = list(land.first_tokens)
         lease = request.joined(land.blocks)
+        if request.sampling.n > 1:
+            self._start(land.reservation, lease, land.first_tokens, land.first_logprobs)
+            return
         try:
-            self.engine.add(
-                RequestId(land.reservation),
-                request.prompt,
-                request.sampling,
-                lease=lease,
-                computed=len(request.prompt),
-                output=first_tokens,
-                priority=request.priority,
-                root=request.root,
-            )
+            self._run(land.reservation, 0, lease, computed=len(request.prompt), output=land.first_tokens)
         except EngineError as error:
             # The prefill worker sent what cannot be: no first token, or one that ends the request.
             self._reject(land.reservation, lease, error)
             return
-        self._tell_tokens(land.reservation, request, first_tokens, land.first_logprobs)
+        self._tell_tokens(land.reservation, 0, land.first_tokens, land.first_logprobs)
 
     def _prefill_here(self, start: StartLocalPrefill[BlockLease]) -> None:
         if not self._may_prefill:
@@ -433,14 +588,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         request = self._requests[start.reservation]
         request.local = True
-        self.engine.add(
-            RequestId(start.reservation),
-            request.prompt,
-            request.sampling,
-            lease=request.joined(start.blocks),
-            priority=request.priority,
-            root=request.root,
-        )
+        self._run(start.reservation, 0, request.joined(start.blocks), fanout=request.sampling.n)
 
     def _reject(self, reservation: ReservationId, blocks: BlockLease, error: PacelineError) -> None:
         blocks.release()
@@ -449,8 +597,12 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _end(self, end: End) -> None:
         request = self._requests.pop(end.reservation)
-        if end.engine_holds and request.finish is None and request.error is None:
-            self.engine.abort(RequestId(end.reservation))
+        for choice, answer in enumerate(request.choices):
+            if answer.running is not None:
+                self.engine.abort(answer.running)
+                if request.prompt_alone:
+                    self.engine.release(answer.running)
+                self._stopped(request, choice)
         if request.lease is not None:
             request.lease.release()
         error = request.error or end.error

@@ -141,6 +141,8 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
                 tokens=done.tokens,
                 finish=wire.finish_to_proto(done.finish),
                 logprobs=[wire.logprob_to_proto(each) for each in done.logprobs],
+                prompt_logprobs=[wire.logprob_to_proto(each) for each in done.prompt_logprobs],
+                finishes=[wire.finish_to_proto(each) for each in done.finishes],
                 load=wire.load_to_proto(self.load),
                 cached_tokens=done.cached_tokens,
                 duration=wire.duration(time.monotonic() - began),

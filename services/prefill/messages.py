@@ -75,6 +75,8 @@ class Prefilled(Message, frozen=True, kw_only=True):
     tokens: list[int]  # one a choice
     finish: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, likewise
+    finishes: tuple[FinishReason, ...] = ()  # of all choices, where `finish` is set
     blocks: int  # to hand over in all
     num_bytes: int
     parts: int

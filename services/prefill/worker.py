@@ -90,7 +90,8 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             raise InvalidRequest("reservation_id", f"attempt {attempt} is in work already")
         if len(self._handoffs) >= self._capacity:
             raise Overloaded(f"{len(self._handoffs)} prompts are in hand, the limit", retry_after_s=0.5)
-        root = root_hash(salt=command.cache_salt)
+        scored = command.sampling.prompt_logprobs is not None
+        root = None if scored else root_hash(salt=command.cache_salt)
         lease = self.engine.try_reserve(len(command.prompt), prompt=command.prompt, root=root)
         if lease is None:
             raise Overloaded(
@@ -106,6 +107,7 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             lease=lease,
             hold=True,
             stop_after=1,
+            fanout=command.sampling.n,
             priority=command.priority,
             root=root,
         )
@@ -221,6 +223,8 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
                 tokens=list(done.token_ids),
                 finish=done.finish_reason,
                 logprobs=done.logprobs,
+                prompt_logprobs=done.prompt_logprobs,
+                finishes=tuple(each for each in done.finishes if each is not None) if not lands else (),
                 blocks=handoff.blocks if lands else 0,
                 num_bytes=handoff.blocks * self._block_bytes if lands else 0,
                 parts=sent + 1 if lands else 0,

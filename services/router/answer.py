@@ -14,7 +14,7 @@ import msgspec
 from paceline.errors import EngineError, WorkerLost
 from paceline.services.router.calls import TransferSum
 from paceline.text import StopMatcher
-from paceline.types import FinishReason, Usage, WorkerKey
+from paceline.types import FinishReason, TokenLogprob, Usage, WorkerKey
 
 
 class TextStream(Protocol):
@@ -44,6 +44,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 1
 
 
+class ChoiceEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How one of several choices ended."""
+
+    reason: FinishReason
+    stop_text: str | None
+    tokens: int
+    text: str = ""  # that was held back
+
+
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """What is new for the client. `index` is the first token's in the answer; `summary` is in the last piece only."""
 
@@ -51,12 +60,22 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     index: int
     summary: Summary | None = None
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first piece, where they were asked for
+    end: ChoiceEnd | None = None  # in the last piece of a choice, unless it has the summary
 
 
 class Answer:
-    """The answer so far. `silent_ids` are never text: the stop ids, which end the answer."""
+    """The answer so far. `silent_ids` are never text: the stop ids, which end the answer. Text of the first
+    `min_tokens` tokens is not searched for stop strings.
+    """
 
-    def __init__(self, text: TextStream, *, stop: Sequence[str], silent_ids: Sequence[int]) -> None:
+    def __init__(
+        self, text: TextStream, *, stop: Sequence[str], silent_ids: Sequence[int], min_tokens: int = 0
+    ) -> None:
+        self._min_tokens = min_tokens
+        self._logprobs: dict[int, TokenLogprob] = {}
         self._text = text
         self._matcher = StopMatcher(stop)
         self._silent_ids = frozenset(silent_ids)
@@ -69,15 +88,18 @@ class Answer:
         """Tokens in the answer, the one that completed a stop string included."""
         return len(self._tokens)
 
-    def add(self, index: int, ids: Sequence[int]) -> Piece | None:
+    def add(self, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Piece | None:
         """Takes tokens from anywhere and returns what is new in order, if anything. After a stop nothing is new.
 
         Raises WorkerLost where a worker contradicts a token that is in the answer: another try may do better.
         """
-        for position, token in enumerate(ids, start=index):
+        for offset, token in enumerate(ids):
+            position = index + offset
             self._check(position, token)
             if position >= self.num_tokens:
                 self._early[position] = token
+                if logprobs:
+                    self._logprobs[position] = logprobs[offset]
         start = self.num_tokens
         text = ""
         while self.stop_text is None and (token_or_none := self._early.pop(self.num_tokens, None)) is not None:
@@ -86,7 +108,9 @@ class Answer:
             self._early.clear()
         if self.num_tokens == start:
             return None
-        return Piece(text=text, token_ids=tuple(self._tokens[start:]), index=start)
+        new = range(start, self.num_tokens)
+        found = tuple(self._logprobs.pop(position) for position in new if position in self._logprobs)
+        return Piece(text=text, token_ids=tuple(self._tokens[start:]), index=start, logprobs=found)
 
     def end(self, *, completion_tokens: int | None = None) -> str:
         """The text that was held back, at the answer's end.
@@ -110,6 +134,9 @@ class Answer:
         self._tokens.append(token)
         if token in self._silent_ids:
             return ""
-        step = self._matcher.push(self._text.push((token,)))
+        text = self._text.push((token,))
+        if self.num_tokens <= self._min_tokens:
+            return text
+        step = self._matcher.push(text)
         self.stop_text = step.stop
         return step.text

@@ -18,7 +18,7 @@ However a leg ends, both calls are cancelled and both claims given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
 
 from paceline.errors import (
@@ -34,15 +34,18 @@ from paceline.errors import (
 )
 from paceline.log import get_logger
 from paceline.services.router.calls import (
+    ChoiceFinished,
     DecodeFinished,
     DecodeStream,
     Job,
     NewTokens,
     PrefillCall,
+    PrefillReply,
     Reserved,
     Retargeted,
     RetargetOutcome,
 )
+from paceline.services.router.choices import Heard
 from paceline.services.router.events import (
     LOST,
     UNFIT,
@@ -67,7 +70,7 @@ _REPLY_S: Final = 0.25
 
 
 class Leg:
-    """One try. `deliver(index, ids)` passes tokens on and returns True where a stop string ends the answer."""
+    """One try. `deliver` passes tokens and ends of choices on, and says what became of the choice."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class Leg:
         *,
         fleet: Fleet,
         record: Record,
-        deliver: Callable[[int, Sequence[int]], bool],
+        deliver: Callable[[NewTokens | ChoiceFinished], Heard],
         delivered: Callable[[], bool],
     ) -> None:
         self._job = job
@@ -115,10 +118,10 @@ class Leg:
         finally:
             await self._stop()
 
-    async def abort_decode(self) -> None:
-        """Tells the decode worker that the answer is complete. Best effort: the stream's cancellation says it too."""
+    async def abort_decode(self, choice: int | None = None) -> None:
+        """Tells the decode worker that the answer, or one choice, is complete. Best effort: nobody listens any more."""
         try:
-            await self._fleet.client(self._decode).abort_decode(self._job.reservation_id)
+            await self._fleet.client(self._decode).abort_decode(self._job.reservation_id, choice)
         except PacelineError as error:
             _log.debug("abort not delivered", worker=str(self._decode.key), reason=error.reason)
 
@@ -126,8 +129,8 @@ class Leg:
 
     def _handle(self, event: Event) -> Ended | Again | None:
         match event:
-            case NewTokens():
-                return self._on_tokens(event.index, event.ids)
+            case NewTokens() | ChoiceFinished():
+                return self._on_said(event)
             case Reserved():
                 self._on_reserved(event)
             case Retargeted():
@@ -148,8 +151,12 @@ class Leg:
                 return self._on_retarget_failed(event.error)
         return None
 
-    def _on_tokens(self, index: int, ids: Sequence[int]) -> Ended | None:
-        if not self._deliver(index, ids):
+    def _on_said(self, said: NewTokens | ChoiceFinished) -> Ended | None:
+        heard = self._deliver(said)
+        if heard is Heard.STOPPED:
+            self._fleet.spawn(self.abort_decode(said.choice))
+        # A choice that the worker ended is followed by its last word; one that a stop string ended is not.
+        if heard is not Heard.OVER or isinstance(said, ChoiceFinished):
             return None
         self._fleet.spawn(self.abort_decode())
         return Ended(reason=FinishReason.STOP)
@@ -189,11 +196,13 @@ class Leg:
         self._record.note(reply)
         self._fleet.report(self._prefill.key, reply.load)
         self._end_prefill()
-        stopped = self._on_tokens(0, reply.tokens)
-        if stopped is None and reply.finish is not None:
-            self._record.decode_worker = None
-            return Ended(reason=reply.finish)
-        return stopped
+        for said in _first_words(reply, self._job.sampling.n):
+            if (stopped := self._on_said(said)) is not None:
+                return stopped
+        if reply.finish is None:
+            return None
+        self._record.decode_worker = None
+        return Ended(reason=reply.finish)
 
     def _on_prefill_failed(self, event: PrefillFailed) -> Again | None:
         if event.attempt != self._attempt or self._prefill is None:
@@ -328,3 +337,17 @@ class Leg:
             self._inbox.put_nowait(await client.retarget(self._job.reservation_id, attempt=attempt, local=local))
         except PacelineError as error:
             self._inbox.put_nowait(RetargetFailed(error))
+
+
+def _first_words(reply: PrefillReply, choices: int) -> Iterator[NewTokens | ChoiceFinished]:
+    """A prefill worker's reply as a decode worker would say it."""
+    scores = reply.prompt_logprobs
+    if choices == 1:
+        yield NewTokens(index=0, ids=reply.tokens, logprobs=reply.logprobs, prompt_logprobs=scores)
+        return
+    for choice, token in enumerate(reply.tokens):
+        logprobs = reply.logprobs[choice : choice + 1]
+        yield NewTokens(index=0, ids=(token,), choice=choice, logprobs=logprobs, prompt_logprobs=scores)
+    if reply.finish is not None:
+        for choice, reason in enumerate(reply.finishes):
+            yield ChoiceFinished(choice=choice, reason=reason, completion_tokens=1)

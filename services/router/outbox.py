@@ -64,11 +64,13 @@ class Outbox:
         while True:
             await self._filled.wait()
             while self._pieces:
-                piece = joined(self._pieces)
+                pieces = joined(self._pieces)
                 self._pieces.clear()
                 try:
-                    async with asyncio.timeout(self._write_timeout_s):
-                        await self._write(piece)
+                    for piece in pieces:
+                        async with asyncio.timeout(self._write_timeout_s):
+                            await self._write(piece)
+                        self._tokens -= len(piece.token_ids)
                 except TimeoutError:
                     self._on_stuck(
                         Overloaded(
@@ -77,13 +79,19 @@ class Outbox:
                         )
                     )
                     return
-                self._tokens -= len(piece.token_ids)
             self._filled.clear()
             self._empty.set()
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Consecutive pieces as one. At least one is needed."""
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Consecutive pieces as one a choice; the one with the summary is the last."""
+    by_choice: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_choice.setdefault(piece.choice, []).append(piece)
+    return sorted((_as_one(each) for each in by_choice.values()), key=lambda piece: piece.summary is not None)
+
+
+def _as_one(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
     return Piece(
@@ -91,4 +99,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         index=pieces[0].index,
         summary=pieces[-1].summary,
+        choice=pieces[0].choice,
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        prompt_logprobs=tuple(logprob for piece in pieces for logprob in piece.prompt_logprobs),
+        end=pieces[-1].end,
     )

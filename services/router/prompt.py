@@ -26,6 +26,8 @@ from paceline.types import Limits, RequestId, SamplingParams, check_prompt
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
 MAX_STOP_IDS: Final = 1_024
 MAX_SALT_CHARACTERS: Final = 128
+MAX_SCORES: Final = 500_000
+"""Most log-probabilities of a prompt: 7 MB on the wire, where a message has 16 MiB."""
 _THREADS: Final = 2
 _MAX_TIMEOUT_S: Final = 86_400.0
 
@@ -85,6 +87,7 @@ class PromptReader:
         prompt = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._read_prompt, message, sampling.max_tokens, limits
         )
+        check_scores(sampling, len(prompt))
         return Request(
             request_id=request_id,
             prompt=prompt,
@@ -126,6 +129,19 @@ class PromptReader:
                 f"{field} of at least {least_tokens} tokens + max_tokens {max_tokens} "
                 f"is over the context of {limits.context_tokens} tokens",
             )
+
+
+def check_scores(sampling: SamplingParams, prompt_tokens: int) -> None:
+    """Raises InvalidRequest where the prompt's log-probabilities would not fit into a message."""
+    if sampling.prompt_logprobs is None:
+        return
+    scores = prompt_tokens * (1 + sampling.prompt_logprobs)
+    if scores > MAX_SCORES:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{sampling.prompt_logprobs} of {prompt_tokens} prompt tokens are {scores} numbers, over the limit of "
+            f"{MAX_SCORES}",
+        )
 
 
 def read_request_id(request_id: str, *, draw: Callable[[], str] = lambda: uuid.uuid4().hex) -> RequestId:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NewType
 
 import msgspec
 
-from paceline.errors import ExceedsPool, InvalidRequest, PromptTooLong, UnsupportedFeature, quote
+from paceline.errors import ExceedsPool, InvalidRequest, PromptTooLong
 
 BLOCK_TOKENS = 16
 """Tokens in a KV block, everywhere. Part of the fingerprint."""
@@ -22,6 +22,9 @@ BANNED = -100.0
 
 MAX_BIASES = 1_024
 """Most ids in a request's logit_bias."""
+
+MAX_CHOICES = 32
+"""Most choices of one request."""
 
 MAX_LOGPROBS = 20
 """Most tokens whose log-probabilities are reported beside a chosen one's."""
@@ -108,6 +111,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidRequest("logprobs", f"{self.logprobs} is not from 0 to {MAX_LOGPROBS}")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest("prompt_logprobs", f"{self.prompt_logprobs} is not from 0 to {MAX_LOGPROBS}")
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidRequest("n", f"{self.n} is not from 1 to {MAX_CHOICES}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} is not from 0 to max_tokens {self.max_tokens}")
         if len(self.logit_bias) > MAX_BIASES:
@@ -219,10 +226,3 @@ def check_lengths(prompt_tokens: int, *, max_tokens: int, limits: Limits) -> Non
             f"{prompt_tokens} prompt tokens + max_tokens {max_tokens} need {blocks} KV blocks "
             f"of {BLOCK_TOKENS} tokens, and the pool has {limits.pool_blocks}",
         )
-
-
-def check_unsupported(fields: Mapping[str, object]) -> None:
-    """Raises `UnsupportedFeature` for the first field that is set; `fields` maps names to values, None for unset."""
-    for name, value in fields.items():
-        if value is not None:
-            raise UnsupportedFeature(name, f"{quote(value)} was asked for, and this version does not serve {name}")

@@ -228,22 +228,15 @@ _OPTIONAL: Final = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "n",
     "logprobs",
+    "prompt_logprobs",
 )
 """Fields of one value, under the same name on both sides; one that is not set takes the default of the type."""
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams, *, seed: int) -> types.SamplingParams:
-    """Sampling parameters off the wire, not yet validated; `seed` is used where the message has none.
-
-    Raises UnsupportedFeature for a field that this version understands and does not serve.
-    """
-    unsupported: dict[str, object] = {}
-    if message.HasField("n") and message.n != 1:
-        unsupported["n"] = message.n
-    if message.HasField("prompt_logprobs"):
-        unsupported["prompt_logprobs"] = message.prompt_logprobs
-    types.check_unsupported(unsupported)
+    """Sampling parameters off the wire, not yet validated; `seed` is used where the message has none."""
     asked = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     return types.SamplingParams(
         **{"seed": seed, **asked},

@@ -7,7 +7,7 @@ import sys
 from typing import Final, TypedDict
 
 from paceline.cli.output import print_error
-from paceline.cli.stats import print_stats
+from paceline.cli.stats import print_logprobs, print_stats
 from paceline.client import Client, Completion, Message, Sampling, Stream
 from paceline.client.convert import completion
 from paceline.errors import EngineError, InvalidRequest, PacelineError
@@ -96,20 +96,28 @@ def _reply(client: Client, arguments: argparse.Namespace, turns: list[Message]) 
 
 
 def _show(stream: Stream, *, tokens: bool) -> Completion:
-    """Prints an answer as it comes. One that is all ids and no text, from a model without a tokenizer, as ids."""
+    """Prints an answer as it comes, and further choices behind the first.
+
+    One that is all ids and no text, from a model without a tokenizer, is printed as ids.
+    """
     chunks = []
     with stream:
         for chunk in stream:
             chunks.append(chunk)
-            sys.stdout.write("".join(f"{token_id} " for token_id in chunk.token_ids) if tokens else chunk.text)
-            sys.stdout.flush()
+            if chunk.choice == 0:
+                sys.stdout.write("".join(f"{token_id} " for token_id in chunk.token_ids) if tokens else chunk.text)
+                sys.stdout.flush()
     if not chunks or chunks[-1].finish is None:
         raise EngineError("the router ended the answer without saying why")
     answer = completion(chunks)
     if not tokens and not answer.text:
         sys.stdout.write(" ".join(map(str, answer.token_ids)))
     sys.stdout.write("\n")
+    for number, choice in enumerate(answer.choices[1:], start=1):
+        ids = tokens or not choice.text
+        sys.stdout.write(f"--- {number}\n{' '.join(map(str, choice.token_ids)) if ids else choice.text}\n")
     sys.stdout.flush()
+    print_logprobs(answer)
     return answer
 
 
@@ -144,6 +152,9 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
         frequency_penalty=arguments.frequency_penalty,
         logit_bias=arguments.logit_bias,
         min_tokens=arguments.min_tokens,
+        n=arguments.n,
+        logprobs=arguments.logprobs,
+        prompt_logprobs=arguments.prompt_logprobs,
         seed=arguments.seed,
         stop=arguments.stop,
         stop_token_ids=arguments.stop_token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 from rich.table import Table
 
@@ -19,6 +20,16 @@ def print_stats(client: Client, answer: Completion) -> None:
         stderr_console().print(stats_table(answer.finish, workers))
         return
     stderr_console().print(stats_table(answer.finish, {}))
+
+
+def print_logprobs(answer: Completion) -> None:
+    """Prints to stderr what was asked for: a line for each token, with the likeliest ones at its place."""
+    lines = [("prompt", each) for each in answer.prompt_logprobs]
+    for number, choice in enumerate(answer.choices):
+        lines += [(f"choice {number}", each) for each in choice.logprobs]
+    for where, logprob in lines:
+        top = ", ".join(f"{token_id} {value:.4f}" for token_id, value in logprob.top)
+        print(f"{where}  {logprob.token_id} {logprob.logprob:.4f}  [{top}]", file=sys.stderr)
 
 
 def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:

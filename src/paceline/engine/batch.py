@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline import kernels
 from paceline.engine.request import Chunk
+from paceline.engine.scoring import Scoring
 from paceline.types import BLOCK_TOKENS
 
 
@@ -21,7 +22,9 @@ class Batch:
     positions: Tensor  # [tokens], absolute, from 0
     store_rows: Tensor  # [tokens, 2 * kv_heads], where layer 0 keeps them
     attention: Mapping[int | None, kernels.AttentionPlan]  # by the window of the layers that share it
-    sample_rows: Tensor  # [samples], tokens whose logits are wanted
+    sample_rows: Tensor  # [samples + scored], tokens whose logits are wanted, those to sample from first
+    num_samples: int
+    scoring: Scoring
     opened_blocks: Tensor  # [blocks] that the step begins and doesn't fill
 
 
@@ -45,6 +48,8 @@ def build_batch(chunks: Sequence[Chunk], pool: Tensor, windows: Collection[int |
         last_block, filled = divmod(chunk.end, BLOCK_TOKENS)
         if filled and last_block * BLOCK_TOKENS >= chunk.start:
             opened.append(blocks[last_block])
+    num_samples = len(sample_rows)
+    scoring = Scoring(chunks)
     return Batch(
         token_ids=_ids(token_ids, pool),
         positions=_ids(positions, pool),
@@ -59,7 +64,9 @@ def build_batch(chunks: Sequence[Chunk], pool: Tensor, windows: Collection[int |
             )
             for window in windows
         },
-        sample_rows=_ids(sample_rows, pool),
+        sample_rows=_ids(sample_rows + scoring.rows, pool),
+        num_samples=num_samples,
+        scoring=scoring,
         opened_blocks=_ids(opened, pool),
     )
 

@@ -140,22 +140,29 @@ class Engine:
         stop_after: int | None = None,
         priority: int = 0,
         root: BlockHash | None = ROOT,
+        choice: int = 0,
+        fanout: int = 1,
     ) -> None:
         """Takes a validated request, and from now on owns its lease.
 
         `computed` tokens, or those of the lease's shared blocks, have their KV there already; `output` was sampled
         elsewhere and counts towards `max_tokens`. `stop_after` ends it after so many output tokens, whatever else. With
         `hold` its blocks are kept past its end, be it an abort, until `release`: its lease has all that it needs, and
-        it is never preempted. Its blocks are cached under `root`, if any. Raises `EngineError` for a request that
+        it is never preempted. Its blocks are cached under `root`, if any. `choice` keys its draws, as one of parallel
+        samples; with `fanout`, which wants `hold` and `stop_after=1`, its one step of sampling draws the first token of
+        each of so many choices. Raises `EngineError` for a request that
         contradicts itself: a fault of the caller.
         """
         computed = max(computed, lease.shared * BLOCK_TOKENS)
         request = EngineRequest(
             request_id, [*prompt, *output], len(prompt), sampling, lease, computed, hold, stop_after
         )
+        request.choice, request.fanout = choice, fanout
         request.shaping = Shaping.of(sampling, prompt, self._eos_token_ids)
+        request.scores = [] if sampling.prompt_logprobs is not None and computed == 0 else None
         request.priority = priority
-        request.root = root if self._memory.caching else None
+        # A prompt that is to be scored is computed whole, whatever is cached.
+        request.root = root if self._memory.caching and request.scores is None else None
         request.published = lease.shared
         request.cached_tokens = lease.shared * BLOCK_TOKENS
         request.reached = computed
@@ -180,10 +187,29 @@ class Engine:
 
         Raises `EngineError` if there is none, or it still runs.
         """
+        self.take(request_id).release()
+
+    def take(self, request_id: RequestId) -> BlockLease:
+        """The blocks of a request that ended and holds them, for the caller to release. Raises as `release` does."""
         lease = self._held.pop(request_id, None)
         if lease is None:
             raise EngineError(f"request {request_id} holds no blocks past its end")
-        lease.release()
+        return lease
+
+    def fork(self, lease: BlockLease, num_tokens: int) -> BlockLease:
+        """Another lease on the KV of the first `num_tokens` tokens in `lease`.
+
+        Full blocks are shared, and the last one, partly filled, is copied. Empty where the pool has no block for that:
+        the tokens are then to be computed again.
+        """
+        full, rest = divmod(num_tokens, BLOCK_TOKENS)
+        count = min(rest, 1)
+        if count > self.pool.free:
+            return self.pool.lease(0)
+        forked = self.pool.lease(count, prefix=lease.blocks[:full])
+        if rest:
+            self.runner.copy_block(lease.blocks[full], forked.blocks[full])
+        return forked
 
     def step(self, tick: Callable[[], None] = _nothing) -> StepOutput:
         """Computes the next batch; `tick` is called between layers, so that transfers go on during a long step."""
@@ -239,6 +265,8 @@ class Engine:
             raise EngineError(
                 f"{name} has {request.computed} of {len(request.tokens)} tokens computed: nothing to sample from"
             )
+        if request.fanout > 1 and not (request.hold and request.stop_after == 1 and request.num_output == 0):
+            raise EngineError(f"{name} fans out to {request.fanout} choices and doesn't end there")
         if request.num_output and (self._scheduler.finish_reason(request) or request.num_output >= last_output):
             raise EngineError(f"{name} has ended with the output it came with")
         if len(request.lease) < needed:

@@ -40,7 +40,9 @@ class EngineRequest:
     reached: int = 0  # most tokens whose KV was ever stored; what is computed below is computed again
     counted: bool = False  # the cache's statistics have it
     choice: int = 0  # which of its caller's parallel samples
+    fanout: int = 1  # choices whose first tokens its prompt's end gives; over 1 only where it ends with them
     shaping: Shaping | None = None  # what it asks of its logits
+    scores: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on; None: not asked for
 
     @property
     def target(self) -> int:
@@ -106,11 +108,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the runner sampled: one entry for each chunk of the batch that samples, in the batch's order."""
+    """What the runner sampled: an entry for each chunk of the batch that samples, in the batch's order; for one that
+    fans out an entry for each choice.
+    """
 
     token_ids: Sequence[int]
     bad: frozenset[int] = frozenset()  # entries whose logits were NaN or infinite; their token means nothing
     logprobs: Sequence[TokenLogprob | None] = ()  # of each entry, where any was asked for
+    scores: Sequence[tuple[int, TokenLogprob]] = ()  # of prompt tokens: which chunk's, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +123,14 @@ class Progress:
     """What a step did for one request."""
 
     request_id: RequestId
-    token_ids: tuple[int, ...]  # sampled in this step
+    token_ids: tuple[int, ...]  # sampled in this step; of a fan-out the first of each choice
     computed: int  # tokens, from the prompt's first, whose KV is stored now
     ended: bool  # the engine is done with it
     finish_reason: FinishReason | None = None  # None with `ended`: `stop_after` cut it, and it goes on elsewhere
     error: EngineError | None = None  # with FinishReason.ERROR
     logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first token, where they were asked for
+    finishes: tuple[FinishReason | None, ...] = ()  # of a fan-out: what each of `token_ids` means to its choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from paceline import kernels
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine import sampler
 from paceline.engine.batch import build_batch
@@ -45,4 +47,15 @@ class Runner:
             # NaN, and the block's last owner may have left some: its failure must not become ours.
             self.pool.index_fill_(0, batch.opened_blocks, 0.0)
         logits = self.model.forward(batch, self.pool, tick)
-        return sampler.sample(logits, [sampler.DrawPoint.of(chunk.request) for chunk in chunks if chunk.samples])
+        requests = [chunk.request for chunk in chunks if chunk.samples]
+        if any(request.fanout > 1 for request in requests):
+            fanouts = torch.tensor([request.fanout for request in requests], device=logits.device)
+            logits = logits.repeat_interleave(fanouts, dim=0)
+        points = [point for request in requests for point in sampler.draw_points(request)]
+        return replace(sampler.sample(logits, points), scores=tuple(batch.scoring.found()))
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies a block, all layers and heads, within the pool."""
+        device = self.pool.device
+        kernels.copy_blocks(self.pool, torch.tensor([source], device=device), torch.tensor([target], device=device))

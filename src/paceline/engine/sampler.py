@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline import kernels
 from paceline.engine.logits import Shaping, shape
+from paceline.engine.logprobs import token_logprobs
 from paceline.engine.narrow_draw import narrow_draw
 from paceline.engine.request import EngineRequest, Sampled
 from paceline.types import SamplingParams
@@ -29,12 +30,13 @@ class DrawPoint:
     choice: int = 0  # which of a request's parallel samples
     shaping: Shaping | None = None  # caught up with the tokens before it
 
-    @classmethod
-    def of(cls, request: EngineRequest) -> DrawPoint:
-        """Where the request samples next."""
-        if request.shaping is not None:
-            request.shaping.catch_up(request.tokens)
-        return cls(request.sampling, request.target, request.choice, request.shaping)
+
+def draw_points(request: EngineRequest) -> list[DrawPoint]:
+    """Where the request samples next: a point for each choice that it fans out to."""
+    if request.shaping is not None:
+        request.shaping.catch_up(request.tokens)
+    choices = range(request.choice, request.choice + request.fanout)
+    return [DrawPoint(request.sampling, request.target, choice, request.shaping) for choice in choices]
 
 
 def sample(logits: Tensor, points: Sequence[DrawPoint]) -> Sampled:
@@ -55,7 +57,10 @@ def sample(logits: Tensor, points: Sequence[DrawPoint]) -> Sampled:
         rows = torch.tensor(drawn, device=logits.device)
         chosen = shaped if len(drawn) == len(points) else shaped[rows]
         token_ids[rows] = _draw(chosen, [points[row] for row in drawn])
-    return Sampled(token_ids.tolist(), bad)
+    chosen_ids = token_ids.tolist()
+    asked = [point.sampling.logprobs for point in points]
+    wanted = any(number is not None for number in asked)
+    return Sampled(chosen_ids, bad, token_logprobs(logits, chosen_ids, asked) if wanted else ())
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -115,6 +115,9 @@ class Scheduler:
         """Enters a step's result: moves `computed`, appends tokens, and drops the requests that ended."""
         progress: list[Progress] = []
         entry = 0
+        for index, score in sampled.scores:
+            if (scores := batch[index].request.scores) is not None:
+                scores.append(score)
         for chunk in batch:
             samples = chunk.samples
             chunk.request.computed = chunk.end
@@ -123,7 +126,7 @@ class Scheduler:
                 progress.append(Progress(chunk.request.request_id, (), chunk.end, ended=False))
                 continue
             done = self._fail(chunk) if entry in sampled.bad else self._append(chunk, sampled, entry)
-            entry += 1
+            entry += chunk.request.fanout
             if done.ended:
                 del self._requests[done.request_id]
                 self.changes += 1
@@ -132,16 +135,21 @@ class Scheduler:
 
     def finish_reason(self, request: EngineRequest) -> FinishReason | None:
         """Why the request is over with its latest output token, or None."""
+        return self._reason(request, request.tokens[-1], num_output=request.num_output)
+
+    def _reason(self, request: EngineRequest, token_id: int, *, num_output: int) -> FinishReason | None:
         return finish_reason(
-            request.tokens[-1],
+            token_id,
             num_prompt=request.num_prompt,
-            num_output=request.num_output,
+            num_output=num_output,
             sampling=request.sampling,
             eos_token_ids=self._eos_token_ids,
             context_tokens=self._context_tokens,
         )
 
     def _append(self, chunk: Chunk, sampled: Sampled, entry: int) -> Progress:
+        if chunk.request.fanout > 1:
+            return self._fan_out(chunk, sampled, entry)
         request, token_id = chunk.request, sampled.token_ids[entry]
         request.tokens.append(token_id)
         reason = self.finish_reason(request)
@@ -154,6 +162,23 @@ class Scheduler:
             ended=reason is not None or cut,
             finish_reason=reason,
             logprobs=() if logprob is None else (logprob,),
+            prompt_logprobs=tuple(request.scores or ()) if request.num_output == 1 else (),
+        )
+
+    def _fan_out(self, chunk: Chunk, sampled: Sampled, entry: int) -> Progress:
+        """The first token of each choice. The request is done: what goes on is a request of its own, elsewhere."""
+        request, entries = chunk.request, slice(entry, entry + chunk.request.fanout)
+        token_ids = tuple(sampled.token_ids[entries])
+        finishes = tuple(self._reason(request, token_id, num_output=1) for token_id in token_ids)
+        return Progress(
+            request.request_id,
+            token_ids,
+            chunk.end,
+            ended=True,
+            finish_reason=None if None in finishes else finishes[-1],
+            logprobs=tuple(each for each in sampled.logprobs[entries] if each is not None),
+            prompt_logprobs=tuple(request.scores or ()),
+            finishes=finishes,
         )
 
     def _fail(self, chunk: Chunk) -> Progress:

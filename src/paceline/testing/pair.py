@@ -168,6 +168,10 @@ class Pair:
             AbortAttempt(attempt=Attempt(ReservationId(name), attempt), call_id=self._calls)
         )
 
+    def tell_decode(self, command: Any) -> None:
+        """Any other command of the decode front."""
+        self._decode_link.commands.append(command)
+
     # Progress
 
     def pump(self, rounds: int = 1) -> None:
@@ -189,7 +193,10 @@ class Pair:
     def idle(self) -> bool:
         """True when every block is back on both sides, and nobody waits."""
         loads = (self.prefill.load, self.decode.load)
-        return all(load.committed_blocks == 0 and load.free_blocks == load.total_blocks for load in loads)
+        return all(
+            load.committed_blocks == 0 and load.free_blocks == load.total_blocks and load.running + load.waiting == 0
+            for load in loads
+        )
 
     def take_decode(self, kind: type[Any]) -> list[Any]:
         """Removes and returns the decode engine's events of one kind."""

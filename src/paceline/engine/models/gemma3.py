@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline import kernels
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.batch import Batch
+from paceline.engine.scoring import head_logits
 from paceline.engine.weights import LayerWeights, Weights
 
 
@@ -49,7 +50,7 @@ class Gemma3:
             hidden = kernels.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
             hidden = kernels.rms_norm(self._mlp(hidden, layer), layer.mlp_out_norm, eps)
         hidden = kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps)
-        return kernels.linear(hidden, self.weights.lm_head).float()
+        return head_logits(hidden, self.weights.lm_head, batch.num_samples, batch.scoring)
 
     def _attention(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline import kernels
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.batch import Batch
+from paceline.engine.scoring import head_logits
 from paceline.engine.weights import LayerWeights, Weights
 
 
@@ -39,7 +40,7 @@ class Llama:
             hidden = kernels.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
             hidden = self._mlp(hidden, layer)
         hidden = kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps)
-        return kernels.linear(hidden, self.weights.lm_head).float()
+        return head_logits(hidden, self.weights.lm_head, batch.num_samples, batch.scoring)
 
     def _attention(
         self, hidden: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor, batch: Batch, pool: Tensor, index: int

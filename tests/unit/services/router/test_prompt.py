@@ -10,7 +10,7 @@ import pytest
 
 from paceline import wire
 from paceline.checkpoint.dummy import SHAPES
-from paceline.errors import ExceedsPool, InvalidRequest, PromptTooLong, UnknownModel, UnsupportedFeature
+from paceline.errors import ExceedsPool, InvalidRequest, PromptTooLong, UnknownModel
 from paceline.protos import common_pb2, router_pb2
 from paceline.services.router import prompt
 from paceline.services.router.prompt import PromptReader, Request, own_limits, read_request_id
@@ -81,7 +81,9 @@ async def test_the_timeout_is_the_requests_own_or_the_routers(reader: PromptRead
         ({"text": "a", "sampling": {"temperature": float("nan")}}, InvalidRequest, "temperature: nan"),
         ({"text": "a", "sampling": {"stop": [""]}}, InvalidRequest, "stop"),
         ({"text": "a", "sampling": {"stop_token_ids": [3] * 2_000}}, InvalidRequest, "2000 ids are over the limit"),
-        ({"text": "a", "sampling": {"n": 2}}, UnsupportedFeature, "n"),
+        ({"text": "a", "sampling": {"n": 33}}, InvalidRequest, "n: 33 is not from 1 to 32"),
+        ({"text": "a", "sampling": {"logprobs": 21}}, InvalidRequest, "logprobs: 21 is not from 0 to 20"),
+        ({"text": "a", "sampling": {"logit_bias": {512: 1.0}}}, InvalidRequest, "logit_bias: id 512"),
     ],
 )
 async def test_a_faulty_request_is_refused_by_name_value_and_limit(
