@@ -247,11 +247,11 @@ class BlockPool:
         self._refs[block] += 1
 
     def _acquire(self, count: int, after: int | None) -> list[int]:
-        """`count` blocks, which are free, in few runs. At most as many idle ones are evicted."""
+        """`count` blocks, which are free, in few runs. For those, about as many idle ones are evicted at most."""
         follows = 0 if after is None else self._blank.run_from(after + 1)
         missing, evicted = max(0, count - follows), 0
-        while self._blank.longest < missing and evicted < missing and self.cache.idle:
-            evicted += self._evict(missing)
+        while self._blank.count < count or (self._blank.longest < missing and evicted < missing and self.cache.idle):
+            evicted += self._evict(max(1, missing))
         blocks = self._blank.take(count, after)
         for block in blocks:
             self._refs[block] = 1
@@ -276,9 +276,9 @@ class BlockPool:
         return len(evicted)
 
     def _window(self, seed: int, wanted: int) -> range:
-        """The run of free blocks around an idle one, of `wanted` at most: blank neighbours first, then older ones."""
+        """A run of free blocks around an idle one, for `wanted` blocks: blank neighbours first, then the oldest."""
         first, end = seed, seed + 1
-        limit = self.cache.middle_age
+        limit = self.cache.old_age
         while end - first < wanted:
             blank_left, blank_right = self._blank.run_until(first), self._blank.run_from(end)
             if blank_left or blank_right:

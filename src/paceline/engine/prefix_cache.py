@@ -108,10 +108,10 @@ class PrefixCache:
         return self._idle.get(block)
 
     @property
-    def middle_age(self) -> int:
-        """The age that parts the older half of the time since the oldest was let go from the newer."""
+    def old_age(self) -> int:
+        """The age up to which a block counts as old: all but the last quarter of the time since the oldest's."""
         oldest = next(iter(self._idle.values()), self._clock)
-        return oldest + (self._clock - oldest) // 2
+        return oldest + (self._clock - oldest) * 3 // 4
 
     def take_changes(self) -> tuple[KvChange, ...]:
         """What has changed since the last call, in order."""
