@@ -184,7 +184,7 @@ def decide(r: Reservation[B], event: TableEvent[B], now: float) -> Step[B]:
             return Step(replace(r, state=State.RUNNING))
         case ((State.LANDED | State.RUNNING), Retarget()):
             return _refuse_landed(r)
-        case ((State.LOCAL | State.LANDED | State.RUNNING), Preempted()):
+        case ((State.LANDED | State.RUNNING), Preempted()):
             return Step(replace(r, state=State.LOCAL))
         case ((State.LOCAL | State.LANDED | State.RUNNING), Finished()):
             return _end(r, EndCause.FINISHED)

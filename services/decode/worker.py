@@ -110,6 +110,7 @@ class _Request:
     held_blocks: int = 0
     choices: list[Choice] = field(default_factory=list)
     local: bool = False  # the prompt is computed here
+    counted: bool = False  # the cache's statistics have it
     prompt_tokens_computed: int = 0
     attempts: int = 1
     blocks_landed: int = 0
@@ -303,7 +304,10 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
     def stepped(self, output: StepOutput) -> None:
         """Passes new tokens on, and ends what the engine has ended."""
         for request_id in output.preempted:
-            self._feed(Preempted(self._running[request_id][0]))
+            reservation, _ = self._running[request_id]
+            record = self._reservations.get(reservation)
+            if record is not None and record.state is not State.LOCAL:  # computed here before, and so again
+                self._feed(Preempted(reservation))
         for done in output.progress:
             # Whose sibling has failed in this very step is gone.
             if (running := self._running.get(done.request_id)) is not None:
@@ -421,7 +425,9 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             hold=fanout > 1,
             stop_after=1 if fanout > 1 else None,
             fanout=fanout,
+            counts=not request.counted,
         )
+        request.counted = True
         request.choices[choice].running = request_id
         self._running[request_id] = (reservation, choice)
 

@@ -14,7 +14,7 @@ import torch
 from paceline.checkpoint import reader, source
 from paceline.config import WorkerConfig
 from paceline.engine import weights
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, EngineStats
 from paceline.errors import ConfigError
 from paceline.kvtransfer import transports
 from paceline.kvtransfer.agent import SETTLE_S, TransferAgent
@@ -98,3 +98,4 @@ def _warm_up(engine: Engine) -> None:
     engine.add(RequestId("warm-up"), [0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), lease=lease)
     while engine.has_work:
         engine.step()
+    engine.stats = EngineStats()  # which are of requests

@@ -142,6 +142,7 @@ class Engine:
         root: BlockHash | None = ROOT,
         choice: int = 0,
         fanout: int = 1,
+        counts: bool = True,
     ) -> None:
         """Takes a validated request, and from now on owns its lease.
 
@@ -150,8 +151,8 @@ class Engine:
         `hold` its blocks are kept past its end, be it an abort, until `release`: its lease has all that it needs, and
         it is never preempted. Its blocks are cached under `root`, if any. `choice` keys its draws, as one of parallel
         samples; with `fanout`, which wants `hold` and `stop_after=1`, its one step of sampling draws the first token of
-        each of so many choices. Raises `EngineError` for a request that
-        contradicts itself: a fault of the caller.
+        each of so many choices. One that does not `counts` is a part of another for the cache's statistics. Raises
+        `EngineError` for a request that contradicts itself: a fault of the caller.
         """
         computed = max(computed, lease.shared * BLOCK_TOKENS)
         request = EngineRequest(
@@ -166,6 +167,7 @@ class Engine:
         request.published = lease.shared
         request.cached_tokens = lease.shared * BLOCK_TOKENS
         request.reached = computed
+        request.counted = not counts
         self._check(request)
         self._scheduler.add(request)
 

@@ -125,8 +125,7 @@ class Memory:
             victim = self._scheduler.victim
             if victim is None or (victim is request and self._scheduler.running == 1):
                 return False
-            victim.lease.release()
-            victim.computed = 0
+            victim.lose_blocks()
             self._scheduler.preempt(victim)
             self.preemptions += 1
             preempted.append(victim.request_id)

@@ -75,6 +75,12 @@ class EngineRequest:
         """Blocks that it may still ask for, were each of its tokens stored."""
         return max(0, blocks_for(self.stored_at_end) - len(self.lease))
 
+    def lose_blocks(self) -> None:
+        """Gives them back. What it has sampled, and told, stays; all else is computed again."""
+        self.lease.release()
+        self.computed = 0
+        self.scores = None if self.scores is None or self.num_output else []
+
     def begin(self, lease: BlockLease) -> None:
         """Takes other blocks, of which the shared ones hold its first tokens already."""
         self.lease = lease
