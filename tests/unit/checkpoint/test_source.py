@@ -34,7 +34,9 @@ def test_a_path_resolves_by_what_lies_there(tmp_path: Path) -> None:
         assert read_config(source).hidden_size == SHAPES["tiny"].hidden_size
 
 
-@pytest.mark.parametrize("spec", ["", "gpt-17", "org/model", "dummy:", "dummy:none", "/", __file__, "a\0b", "dummy:\0"])
+@pytest.mark.parametrize(
+    "spec", ["", "gpt-17", "no/such.gguf", "dummy:", "dummy:none", "/", __file__, "a\0b", "dummy:\0"]
+)
 def test_anything_else_is_refused_with_a_list_of_what_is_accepted(tmp_path: Path, spec: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"Accepted are: smollm2-135m-instruct; gemma3-270m; the path of a \.gguf"
