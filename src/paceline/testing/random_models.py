@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -20,6 +22,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers import modeling_gguf_pytorch_utils as gguf_reader
+from transformers.utils import logging
+
+from paceline.checkpoint import Source
 
 CONTEXT_TOKENS: Final = 512
 VOCAB_SIZE: Final = 331
@@ -135,4 +141,21 @@ def make(architecture: str, shape: Shape, *, seed: int = 0) -> Any:
 
 def save(model: Any, folder: Path, *, shards: bool = False) -> None:
     """Writes the folder that Hugging Face would, without a tokenizer; with `shards`, its weights in several files."""
+    quieten: Any = logging.disable_progress_bar
+    quieten()
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "5GB")
+
+
+def read_gguf(source: Source) -> Any:
+    """transformers' own reading of a GGUF file, dequantised to float32."""
+    assert source.path is not None
+    reader: Any = gguf_reader.load_gguf_checkpoint
+    config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(config, dtype=torch.float32).eval()
+    tensors = reader(str(source.path), return_tensors=True, model_to_load=model)["tensors"]
+    left = model.load_state_dict({name: torch.as_tensor(value) for name, value in tensors.items()}, strict=False)
+    assert set(left.missing_keys) <= {"lm_head.weight"}, left
+    assert not left.unexpected_keys, left
+    model.tie_weights()
+    return model

@@ -9,43 +9,20 @@ import pytest
 import torch
 
 from paceline.checkpoint import Source, SourceKind, read_config
-from paceline.engine.batch import build_batch
-from paceline.engine.block_pool import BlockPool
-from paceline.engine.request import Chunk, EngineRequest
 from paceline.engine.runner import Runner
 from paceline.engine.weights import load
 from paceline.testing.checkpoints import save_gguf
+from paceline.testing.chunked import answers, expected
 from paceline.testing.random_models import ARCHITECTURES, SHAPES, VOCAB_SIZE, Shape, make, save
-from paceline.types import RequestId, SamplingParams, blocks_for
 
 LENGTHS = (1, 15, 16, 17, 40, 130)
+NEW_TOKENS = 4
 NUM_BLOCKS = 40
 
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-def last_logits(runner: Runner, chunk: int) -> list[torch.Tensor]:
-    """Each prompt's, all advancing by `chunk` tokens a step."""
-    pool = BlockPool(NUM_BLOCKS)
-    requests = [
-        EngineRequest(RequestId(str(index)), tokens, len(tokens), SamplingParams(), pool.lease(blocks_for(len(tokens))))
-        for index, tokens in enumerate(prompts())
-    ]
-    config = runner.model.config
-    windows = {config.window_of(layer) for layer in range(config.num_layers)}
-    found: dict[RequestId, torch.Tensor] = {}
-    while len(found) < len(requests):
-        batch = [
-            Chunk(each, each.computed, min(chunk, each.remaining)) for each in requests if each.request_id not in found
-        ]
-        logits = runner.model.forward(build_batch(batch, runner.pool, windows), runner.pool, lambda: None)
-        found.update(zip([part.request.request_id for part in batch if part.samples], logits, strict=True))
-        for part in batch:
-            part.request.computed = part.end
-    return [found[each.request_id] for each in requests]
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Runner:
@@ -55,15 +32,16 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Runner:
 
 
 def assert_equal_to(model: Any, runner: Runner, chunk: int) -> None:
-    for found, tokens in zip(last_logits(runner, chunk), prompts(), strict=True):
-        expected = model(torch.tensor([tokens])).logits[0, -1]
-        assert expected.std() > 0.1  # logits that hardly differ would compare equal by accident
-        torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)
+    found = answers(runner, prompts(), chunk=chunk, new_tokens=NEW_TOKENS)
+    for answer, tokens in zip(found, prompts(), strict=True):
+        logprobs = expected(model, tokens, answer.token_ids)
+        assert logprobs.std() > 0.1  # such as hardly differ would compare equal by accident
+        torch.testing.assert_close(torch.stack(answer.logprobs), logprobs, atol=1e-4, rtol=0)
+        assert answer.token_ids == logprobs.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@torch.inference_mode()
 def test_log_probabilities_equal_transformers(tmp_path: Path, architecture: str, shape: Shape) -> None:
     model = make(architecture, shape)
     save(model, tmp_path)
@@ -74,7 +52,6 @@ def test_log_probabilities_equal_transformers(tmp_path: Path, architecture: str,
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@torch.inference_mode()
 def test_a_gguf_file_gives_the_same_as_the_folder_it_was_made_from(
     tmp_path: Path, architecture: str, shape: Shape
 ) -> None:
@@ -93,7 +70,6 @@ def test_a_gguf_file_gives_the_same_as_the_folder_it_was_made_from(
     assert_equal_to(model, runner, 64)
 
 
-@torch.inference_mode()
 def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
     model = make("qwen2", SHAPES[1])
     save(model, tmp_path, shards=True)
@@ -102,10 +78,12 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@torch.inference_mode()
 def test_a_bfloat16_model_stays_close_to_its_float32_self(tmp_path: Path, architecture: str) -> None:
     save(make(architecture, SHAPES[0]), tmp_path)
-    wide, narrow = (torch.stack(last_logits(loaded(tmp_path, dtype), 64)) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        torch.stack([answer.logprobs[0].exp() for answer in answers(loaded(tmp_path, dtype), prompts(), chunk=64)])
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert torch.nn.functional.cosine_similarity(wide, narrow).min() > 0.99
 
 
@@ -115,5 +93,4 @@ def test_a_dummy_of_each_kind_has_random_weights_and_runs(tmp_path: Path, archit
     source = Source(SourceKind.DUMMY, "dummy:it", tmp_path / "config.json")
     config = read_config(source)
     runner = Runner(config, load(source, config, dtype=torch.float32, device="cpu"), num_blocks=NUM_BLOCKS)
-    with torch.inference_mode():
-        assert all(0.1 < float(logits.std()) < 10 for logits in last_logits(runner, 64))
+    assert all(0.1 < float(answer.logprobs[0].std()) < 10 for answer in answers(runner, prompts(), chunk=64))
