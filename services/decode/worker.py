@@ -108,6 +108,7 @@ class _Request:
     """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
     blocks behind it are the reservation's, until the engine gets both as one lease."""
     held_blocks: int = 0
+    given: BlockLease | None = None  # the lease, once the engine has it
     choices: list[Choice] = field(default_factory=list)
     local: bool = False  # the prompt is computed here
     counted: bool = False  # the cache's statistics have it
@@ -146,7 +147,14 @@ class _Request:
         assert self.lease is not None, "a request is given to the engine once"
         lease, self.lease = self.lease, None
         lease.join(blocks)
+        self.given = lease
         return lease
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were cached. Where it is computed here, more may have been found by its turn."""
+        given = self.given.shared if self.given is not None and self.local else 0
+        return max(self.held_blocks, given) * BLOCK_TOKENS
 
 
 class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
@@ -370,7 +378,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             self._feed(StepTaken(reservation))
         elif record.state is State.LOCAL:
             if request.local:
-                computed = min(done.computed, len(request.prompt)) - request.held_blocks * BLOCK_TOKENS
+                computed = min(done.computed, len(request.prompt)) - request.cached_tokens
                 # After a preemption it is computed again, which is not told again.
                 request.prompt_tokens_computed = max(request.prompt_tokens_computed, computed)
             if done.computed >= len(request.prompt):
@@ -622,7 +630,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                 failure=None if error is None else Failure.of(error),
                 completion_tokens=request.told,
                 prompt_tokens_computed=request.prompt_tokens_computed,
-                cached_tokens=request.held_blocks * BLOCK_TOKENS,
+                cached_tokens=request.cached_tokens,
                 attempts=request.attempts,
                 blocks_landed=request.blocks_landed,
                 bytes_landed=request.blocks_landed * self._block_bytes,

@@ -93,6 +93,10 @@ class BlockLease:
         self._held().expect(count - self._expected)
         self._expected = count
 
+    def adopt(self, prefix: Sequence[int]) -> None:
+        """Takes blocks that can be found in place of its own first ones, which hold nothing yet and are let go."""
+        self._held().adopt(self, prefix)
+
     def share(self, count: int | None = None) -> BlockLease:
         """Another lease on the first `count` blocks (all by default), which is not to write to them."""
         return self._held().share(self._blocks if count is None else self._blocks[:count])
@@ -216,6 +220,16 @@ class BlockPool:
         """Makes blocks unfindable, whoever holds them: their content is not to be trusted."""
         for block in self.cache.forget(blocks):
             self._blank.put(block, 1)
+
+    def adopt(self, lease: BlockLease, prefix: Sequence[int]) -> None:
+        """Serves `BlockLease.adopt`. What was shared stays."""
+        first, end = lease.shared, len(prefix)
+        for block in prefix[first:]:
+            self._hold(block)
+        replaced = BlockLease(self, lease.blocks[first:end])
+        lease.blocks[first:end] = prefix[first:]
+        lease._shared = end
+        self.release_lease(replaced)
 
     def expect(self, change: int) -> None:
         """Serves `BlockLease.expect`."""

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, over one model and one KV pool. It knows no network and no tier.
 
-The life of a request here: `try_reserve` leases its first blocks, `add` puts it before the scheduler, `step` computes it
-in chunks and samples, and at its end the blocks are freed, unless it holds them. A tier is a policy over this: prefill
-adds with `hold` and `stop_after=1` and sends the blocks that each step reports as computed; decode adds with
+The life of a request here: `try_reserve` leases its first blocks, `add` puts it before the scheduler, `step` computes
+it in chunks and samples, and at its end the blocks are freed, unless it holds them. A tier is a policy over this:
+prefill adds with `hold` and `stop_after=1` and sends the blocks that each step reports as computed; decode adds with
 `computed` where KV has landed.
 
 A full block becomes findable once a step that read it gave finite logits, and so never over tokens that are not final.
@@ -103,6 +103,16 @@ class Engine:
             committed_blocks=self.pool.committed,
             kept_blocks=self._memory.kept_blocks,
         )
+
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Tokens whose KV is stored for requests in hand, and slots of the blocks that they hold; shared ones once."""
+        stored: dict[int, int] = {}
+        for request in self._scheduler.requests:
+            for index, block in enumerate(request.lease.blocks):
+                filled = min(BLOCK_TOKENS, max(0, request.computed - index * BLOCK_TOKENS))
+                stored[block] = max(filled, stored.get(block, 0))
+        return sum(stored.values()), len(stored) * BLOCK_TOKENS
 
     def try_reserve(
         self,
@@ -216,6 +226,7 @@ class Engine:
     def step(self, tick: Callable[[], None] = _nothing) -> StepOutput:
         """Computes the next batch; `tick` is called between layers, so that transfers go on during a long step."""
         self._memory.resume()
+        self._memory.look_again()
         batch, preempted = self._memory.make_room(self._scheduler.next_batch())
         self.stats.preemptions = self._memory.preemptions
         if not batch:

@@ -66,6 +66,19 @@ class Memory:
             request.begin(lease)
             self._scheduler.resume(request)
 
+    def look_again(self) -> None:
+        """Lets prompts that wait to be computed have what became findable since they came."""
+        for request in self._scheduler.requests:
+            shared, most = request.lease.shared, (request.num_prompt - 1) // BLOCK_TOKENS
+            if request.root is None or request.begun or shared >= most:
+                continue
+            if not request.hashes:
+                request.hashes = block_hashes(request.tokens, request.root, stop=most)
+            if request.hashes[shared] in self._pool.cache:
+                request.lease.adopt(self._pool.cache.find(request.hashes[:most]))
+                request.begin(request.lease)
+                request.cached_tokens = request.reached = request.computed
+
     def make_room(self, batch: list[Chunk]) -> tuple[list[Chunk], tuple[RequestId, ...]]:
         """The chunks that have blocks for all of their tokens now, and who was preempted so that they have."""
         self._stalled = False

@@ -30,7 +30,11 @@ class PrefixCache:
         """Blocks that can be found."""
         return len(self._block_of)
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
+        """True where a block of this content can be found."""
+        return key in self._block_of
+
+    def holds(self, block: int) -> bool:
         """True for a block that can be found."""
         return block in self._hash_of
 

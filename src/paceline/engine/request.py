@@ -65,6 +65,11 @@ class EngineRequest:
         return self.lease.released
 
     @property
+    def begun(self) -> bool:
+        """True once something of it was computed, here or elsewhere, and not found."""
+        return self.num_output > 0 or self.reached > self.cached_tokens
+
+    @property
     def stored_at_end(self) -> int:
         """Tokens whose KV is stored at its end, at most. The last sampled token's never is."""
         outputs = self.sampling.max_tokens

@@ -105,7 +105,7 @@ class CacheModel:
         for index in range(first, len(request.lease)):
             block = request.lease.blocks[index]
             assert self.pool.refs(block) == 1, f"block {block} is written while others hold it"
-            assert block not in self.pool.cache, f"block {block} is written while it can be found"
+            assert not self.pool.cache.holds(block), f"block {block} is written while it can be found"
             self._memory[block] = tuple(request.tokens[: (index + 1) * BLOCK_TOKENS])
         start, full = len(request.hashes), len(request.tokens) // BLOCK_TOKENS
         parent = request.hashes[-1] if request.hashes else ROOT

@@ -298,3 +298,26 @@ def test_prefix_statistics_count_each_request_once_whatever_befalls_it(tmp_path:
 
 def _hashes(tokens: list[int], blocks: int) -> list[bytes]:
     return block_hashes(tokens, stop=blocks)
+
+
+def test_prompts_that_come_together_are_computed_once_where_they_are_alike(pair: Pair) -> None:
+    """Those that wait for their turn find what those before them have left."""
+    prompts = {name: [*PROMPT[:94], ord(name), 7] for name in "abcd"}  # of three steps' budgets
+    for name, prompt in prompts.items():
+        hand_over(pair, name, prompt)
+    pair.pump_until_idle()
+    cached = {first.attempt.reservation_id: first.cached_tokens for first in pair.first_tokens()}
+    assert cached == {"a": 0, "b": 80, "c": 80, "d": 80}
+    assert pair.prefill.engine.stats.prompt_tokens_computed == 96 + 3 * 16
+    for name, prompt in prompts.items():
+        assert pair.tokens(name) == alone(pair, prompt)
+
+
+def test_prompts_that_come_together_to_a_decode_worker_are_computed_once_where_they_are_alike(pair: Pair) -> None:
+    for name in "ab":
+        pair.reserve(name, [*PROMPT[:95], ord(name)], GREEDY, local=True)
+    pair.pump_until_idle()
+    ends = {over.reservation_id: over for over in pair.take_decode(Over)}
+    assert [(ends[name].prompt_tokens_computed, ends[name].cached_tokens) for name in "ab"] == [(96, 0), (16, 80)]
+    answers = {name: pair.tokens(name) for name in "ab"}
+    assert answers == {name: alone(pair, [*PROMPT[:95], ord(name)]) for name in "ab"}
