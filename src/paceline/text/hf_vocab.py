@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from paceline.checkpoint.hf_config import read_json
 from paceline.errors import CheckpointError, quote
@@ -46,7 +46,21 @@ def read_vocab(folder: Path) -> Vocab:
         chat_template=_chat_template(folder, settings),
         named_tokens={name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None},
         piece_bytes=sentencepiece_bytes if is_sentencepiece else byte_level_bytes,
+        inner=_without_prefix(backend),
     )
+
+
+def _without_prefix(backend: Tokenizer) -> Tokenizer | None:
+    """The tokenizer for text behind a control token, where only the start of a text gets a space before it."""
+    spaces = backend.pre_tokenizer
+    if not isinstance(spaces, pre_tokenizers.Metaspace) or spaces.prepend_scheme != "first":
+        return None
+    inner = Tokenizer.from_str(backend.to_str())
+    inner.encode_special_tokens = True
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=spaces.replacement, prepend_scheme="never", split=spaces.split
+    )
+    return inner
 
 
 def _is_sentencepiece(decoder: object) -> bool:

@@ -87,10 +87,10 @@ class Tokenizer:
         start = 0
         if allow_special and self._control_pattern is not None:
             for match in self._control_pattern.finditer(text):
-                ids += self._encode_plain(self._vocab, text[start : match.start()], ignore)
+                ids += self._encode_plain(self._vocab, text[start : match.start()], ignore, inner=start > 0)
                 ids.append(self._vocab.control[match.group()])
                 start = match.end()
-        return ids + self._encode_plain(self._vocab, text[start:], ignore)
+        return ids + self._encode_plain(self._vocab, text[start:], ignore, inner=start > 0)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`, bytes that are no UTF-8 as U+FFFD. Ids without a token count as empty."""
@@ -116,12 +116,13 @@ class Tokenizer:
         return self._vocab.piece_bytes(self._vocab.backend.id_to_token(token_id) or "")
 
     @staticmethod
-    def _encode_plain(vocab: Vocab, text: str, ignore: str | None) -> list[int]:
+    def _encode_plain(vocab: Vocab, text: str, ignore: str | None, *, inner: bool) -> list[int]:
         plain = text.replace(ignore, "") if ignore else text
         if not plain:
             return []
+        backend = vocab.inner if inner and vocab.inner is not None else vocab.backend
         try:
-            ids: list[int] = vocab.backend.encode(plain, add_special_tokens=False).ids
+            ids: list[int] = backend.encode(plain, add_special_tokens=False).ids
         except TypeError as error:  # what the library says of text that has no UTF-8
             raise InvalidRequest("prompt", "has a lone surrogate, which is not valid Unicode") from error
         return ids

@@ -20,3 +20,4 @@ class Vocab:
     chat_template: str | None = None
     named_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...: what templates may print
     piece_bytes: Callable[[str], bytes] = byte_level_bytes  # what a token that is not an added one stands for
+    inner: tokenizers.Tokenizer | None = None  # for text behind a control token, where that is encoded otherwise

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from paceline.checkpoint import Source, SourceKind
 from paceline.checkpoint.gguf_header import read_header
@@ -148,6 +148,23 @@ def test_a_space_before_the_text_is_added_where_the_file_says_so(tmp_path: Path)
     plain, _ = gguf_tokenizer(tmp_path / "plain.gguf")
     prefixed, _ = gguf_tokenizer(tmp_path / "prefixed.gguf", **{"tokenizer.ggml.add_space_prefix": True})
     assert prefixed.encode("the user") == plain.encode(" the user")
+
+
+def test_a_folders_tokenizer_may_put_a_space_before_the_start_of_a_text_alone(tmp_path: Path) -> None:
+    """As Mistral's does: what follows a control token gets none."""
+    plain, source = gguf_tokenizer(tmp_path / "tiny.gguf")
+    assert source.path is not None
+    write_folder(tmp_path / "folder")
+    backend = read_vocab(read_header(source.path)).backend
+    backend.normalizer = normalizers.Sequence([])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    backend.save(str(tmp_path / "folder" / "tokenizer.json"))
+    prefixed = Tokenizer.load(Source(SourceKind.FOLDER, "folder", tmp_path / "folder"))
+    assert prefixed.encode("the<end_of_turn>the", allow_special=True, add_bos=False) == [
+        *plain.encode(" the", add_bos=False),
+        5,
+        *plain.encode("the", add_bos=False),
+    ]
 
 
 def test_gemmas_chat_template_makes_turns_and_user_text_cannot(tmp_path: Path) -> None:
