@@ -168,14 +168,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     free_blocks: int = 0  # free this moment
     committed_blocks: int = 0  # held, or expected by accepted requests for what they do next; quarantine included
     quarantined_blocks: int = 0
-    kept_blocks: int = 0  # kept from new requests, for those in hand to grow into; a lone request may have them
+    kept_blocks: int = 0  # kept from new requests, for those in hand; a lone request may have them, unless it is all
     tick_age_ms: float = 0.0  # age of the engine loop's last tick
 
     @property
     def headroom_blocks(self) -> int:
         """Blocks that a new request may still commit to."""
-        kept = self.kept_blocks if self.committed_blocks else 0
-        return max(0, self.total_blocks - kept - self.committed_blocks)
+        alone = self.committed_blocks == 0 and self.kept_blocks < self.total_blocks
+        return max(0, self.total_blocks - self.committed_blocks - (0 if alone else self.kept_blocks))
 
 
 def blocks_for(num_tokens: int) -> int:
