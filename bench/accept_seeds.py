@@ -24,11 +24,10 @@ from paceline.text import Tokenizer
 from paceline.types import RequestId, SamplingParams
 from report import Report
 
-TOKENS = 40
+TOKENS = 56
 PROMPT = "A paceline is a line of cyclists who ride close behind one another, so that each one rests in the wind of"
 PREEMPTIONS = 3
 POOL_BLOCKS = 256
-TIGHT_BLOCKS = 22
 ASKED: Mapping[str, Sampling] = {
     "greedy": Sampling(temperature=0.0),
     "temperature 0.8, seed 42": Sampling(temperature=0.8, seed=42),
@@ -163,18 +162,25 @@ def check_from_cache(
 def check_preempted(
     report: Report, lab: Lab, name: str, prompt: list[int], sampling: SamplingParams, expected: list[int]
 ) -> None:
-    """Requests of a higher priority take its blocks, again and again."""
-    engine = lab.engine(num_blocks=TIGHT_BLOCKS)
+    """All other blocks are taken whenever it is about to want one, beside a request of a higher priority."""
+    engine = lab.engine()
+    other, others_sampling = neighbour(1, prompt, max_tokens=10 * TOKENS)
+    lease = engine.try_reserve(len(other) + others_sampling.max_tokens)
+    assert lease is not None
+    engine.add(RequestId("other"), other, others_sampling, lease=lease, priority=1)
     assert started(engine, "a", prompt, sampling)
     found: list[int] = []
-    preempted = others = 0
+    preempted, taken = 0, engine.pool.lease(0)
     while len(found) < len(expected):
-        if preempted < PREEMPTIONS and len(found) > 3 * preempted:
-            other = neighbour(others, prompt)
-            others += started(engine, f"other {others}", *other, priority=1)
         output = engine.step()
-        preempted += output.preempted.count(RequestId("a"))
-        found += [token for done in output.progress if done.request_id == "a" for token in done.token_ids]
+        if output.preempted:
+            preempted += 1
+            taken.release()
+            taken = engine.pool.lease(0)
+        new = [token for done in output.progress if done.request_id == "a" for token in done.token_ids]
+        found += new
+        if new and preempted < PREEMPTIONS:
+            taken.extend(engine.pool.free)
     report.at_least(f"{name}: preempted", preempted, PREEMPTIONS, "times")
     same(report, f"{name}: after preemptions", found, expected)
 
