@@ -75,7 +75,8 @@ class CommonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
     log_json: Annotated[bool | None, Meta(description="JSON logs; unset: JSON unless stderr is a terminal")] = None
     model: Annotated[
-        str, Meta(description="Model to serve: a known name, a GGUF file or a Hugging Face folder", min_length=1)
+        str,
+        Meta(description="Model to serve: a known name, a GGUF file, a Hugging Face folder or hub id", min_length=1),
     ] = DEFAULT_MODEL
     cache_dir: Annotated[
         Path,
