@@ -63,6 +63,7 @@ def test_keys_tell_seed_choice_and_position_apart() -> None:
 
 
 def test_greedy_takes_the_most_likely_and_of_equals_the_lowest_id() -> None:
+    """F15, for a temperature of 0 and a top-k of 1 alike."""
     rows = torch.zeros(3, 5)
     rows[0, 3] = rows[1, [2, 4]] = 1.0
     top_k_1 = SamplingParams(temperature=1.0, top_k=1)
@@ -162,6 +163,7 @@ def test_an_extreme_temperature_neither_fails_nor_leaves_the_best_token() -> Non
 def test_a_row_of_unusable_logits_is_named_and_its_neighbours_are_untouched(
     value: float, sampling: SamplingParams
 ) -> None:
+    """F56, at the logits themselves."""
     rows = logits(3)
     points = [DrawPoint(sampling, 5)] * 3
     expected = sample(rows, points)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from paceline.services.decode.messages import ChoiceOver, EndChoice, NewTokens
 from paceline.testing.pair import Pair
@@ -200,3 +201,14 @@ def test_a_prompts_log_probabilities_come_once_and_are_those_of_its_own_tokens(p
         score = found[length - 1]
         assert [token for token, _ in cut.top[:2]] == [token for token, _ in score.top]
         assert [value for _, value in score.top] == pytest.approx([value for _, value in cut.top[:2]], abs=1e-4)
+
+
+@pytest.mark.parametrize("rounds", [2, 4, 8])
+def test_unusable_logits_end_all_choices_and_every_block_comes_back(pair: Pair, rounds: int) -> None:
+    pair.reserve("r", PROMPT, msgspec.structs.replace(DRAWN, n=3), local=True)
+    pair.pump(rounds)
+    pair.decode.engine.runner.pool.fill_(torch.nan)
+    pair.pump_until_idle()
+    over = pair.over("r")
+    assert over.failure is not None
+    assert over.failure.reason == "NUMERICAL_ERROR"

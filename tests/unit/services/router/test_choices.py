@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from paceline.errors import EngineError, WorkerLost
@@ -15,7 +17,7 @@ from paceline.types import FinishReason, TokenLogprob
 class Letters:
     """Token 97 is `a`."""
 
-    def push(self, ids: tuple[int, ...] | list[int], /) -> str:
+    def push(self, ids: Sequence[int], /) -> str:
         return "".join(map(chr, ids))
 
     def flush(self) -> str:
