@@ -49,6 +49,7 @@ def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:
         table.add_row(
             "KV moved",
             f"{transfer.blocks} blocks, {byte_size(transfer.bytes)} in {transfer.parts} parts, "
+            f"{transfer.held_blocks} blocks were there, "
             f"{transfer.parts_before_last_chunk} of them before the last chunk, {milliseconds(transfer.duration_s)}, "
             f"attempt {finish.attempts}",
         )

@@ -95,10 +95,11 @@ class AsyncClient:
         timeout: float | None = None,
         model: str = "",
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
         """Streams the continuation of a text or of token ids. `timeout` in seconds bounds queue and work together."""
-        return self._stream(prompt, request_id, timeout, model, priority, sampling)
+        return self._stream(prompt, request_id, timeout, model, priority, cache_salt, sampling)
 
     def chat(
         self,
@@ -108,10 +109,11 @@ class AsyncClient:
         timeout: float | None = None,
         model: str = "",
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
         """Streams the next turn of a conversation, which the model's own template renders."""
-        return self._stream(messages, request_id, timeout, model, priority, sampling)
+        return self._stream(messages, request_id, timeout, model, priority, cache_salt, sampling)
 
     async def complete(
         self,
@@ -121,10 +123,11 @@ class AsyncClient:
         timeout: float | None = None,
         model: str = "",
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole answer to a text, token ids or a conversation."""
-        async with self._stream(prompt, request_id, timeout, model, priority, sampling) as stream:
+        async with self._stream(prompt, request_id, timeout, model, priority, cache_salt, sampling) as stream:
             return await stream.complete()
 
     def _stream(
@@ -134,10 +137,17 @@ class AsyncClient:
         timeout: float | None,
         model: str,
         priority: int | None,
+        cache_salt: str,
         sampling: Sampling,
     ) -> AsyncStream:
         request = convert.generate_request(
-            prompt, sampling=sampling, request_id=request_id, timeout=timeout, model=model, priority=priority
+            prompt,
+            sampling=sampling,
+            request_id=request_id,
+            timeout=timeout,
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         deadline = None if timeout is None else timeout + MARGIN_S
         return AsyncStream(self._router.Generate(request, timeout=deadline), self.address)

@@ -54,9 +54,12 @@ def generate_request(
     timeout: float | None,
     model: str,
     priority: int | None,
+    cache_salt: str = "",
 ) -> router_pb2.GenerateRequest:
     """The message for one generation; InvalidRequest for a value that does not even fit into it."""
-    request = router_pb2.GenerateRequest(request_id=request_id, model=model, sampling=_sampling(sampling))
+    request = router_pb2.GenerateRequest(
+        request_id=request_id, model=model, sampling=_sampling(sampling), cache_salt=cache_salt
+    )
     _set_prompt(request, prompt)
     if timeout is not None:
         if not 0 < timeout < 1e9:

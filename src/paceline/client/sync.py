@@ -94,10 +94,11 @@ class Client:
         timeout: float | None = None,
         model: str = "",
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """Streams the continuation of a text or of token ids. `timeout` in seconds bounds queue and work together."""
-        return self._stream(prompt, request_id, timeout, model, priority, sampling)
+        return self._stream(prompt, request_id, timeout, model, priority, cache_salt, sampling)
 
     def chat(
         self,
@@ -107,10 +108,11 @@ class Client:
         timeout: float | None = None,
         model: str = "",
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """Streams the next turn of a conversation, which the model's own template renders."""
-        return self._stream(messages, request_id, timeout, model, priority, sampling)
+        return self._stream(messages, request_id, timeout, model, priority, cache_salt, sampling)
 
     def complete(
         self,
@@ -120,10 +122,11 @@ class Client:
         timeout: float | None = None,
         model: str = "",
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole answer to a text, token ids or a conversation."""
-        with self._stream(prompt, request_id, timeout, model, priority, sampling) as stream:
+        with self._stream(prompt, request_id, timeout, model, priority, cache_salt, sampling) as stream:
             return stream.complete()
 
     def _stream(
@@ -133,10 +136,17 @@ class Client:
         timeout: float | None,
         model: str,
         priority: int | None,
+        cache_salt: str,
         sampling: Sampling,
     ) -> Stream:
         request = convert.generate_request(
-            prompt, sampling=sampling, request_id=request_id, timeout=timeout, model=model, priority=priority
+            prompt,
+            sampling=sampling,
+            request_id=request_id,
+            timeout=timeout,
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         deadline = None if timeout is None else timeout + MARGIN_S
         return Stream(self._router.Generate(request, timeout=deadline), self.address)

@@ -36,6 +36,7 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     n: int | None
+    best_of: int | None
     logprobs: int | None
     prompt_logprobs: int | None
 

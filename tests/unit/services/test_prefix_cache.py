@@ -321,3 +321,17 @@ def test_prompts_that_come_together_to_a_decode_worker_are_computed_once_where_t
     assert [(ends[name].prompt_tokens_computed, ends[name].cached_tokens) for name in "ab"] == [(96, 0), (16, 80)]
     answers = {name: pair.tokens(name) for name in "ab"}
     assert answers == {name: alone(pair, [*PROMPT[:95], ord(name)]) for name in "ab"}
+
+
+def test_a_prompt_after_a_flood_of_others_is_computed_as_when_it_was_new(tmp_path: Path) -> None:
+    """F20: its blocks were evicted, and hold something else by now."""
+    pair = Pair(tmp_path, prefill_blocks=16, decode_blocks=16)
+    cold = serve(pair, "cold", PROMPT, DRAWN)
+    assert serve(pair, "warm", PROMPT, DRAWN) == cold
+    for number in range(12):
+        serve(pair, f"flood-{number}", [number, *PROMPT[1:]])
+    assert serve(pair, "again", PROMPT, DRAWN) == cold
+    cached = {first.attempt.reservation_id: first.cached_tokens for first in pair.first_tokens()}
+    assert (cached["cold"], cached["warm"], cached["again"]) == (0, 96, 0)
+    held = {over.reservation_id: over.cached_tokens for over in pair.take_decode(Over)}
+    assert (held["cold"], held["warm"], held["again"]) == (0, 96, 0)

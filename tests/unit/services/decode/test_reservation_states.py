@@ -413,6 +413,16 @@ def test_a_preempted_request_is_computed_again_locally(state: State) -> None:
     assert bench.state() is State.RUNNING
 
 
+@pytest.mark.parametrize("state", [State.LANDED, State.RUNNING])
+def test_a_preempted_request_that_had_landed_has_landed_still(state: State) -> None:
+    bench = in_state(state)
+    bench.feed(Preempted(R))
+    for to in Target:
+        assert refusal(bench.feed(Retarget(R, 1, to))) is AlreadyLanded
+    assert refusal(bench.feed(Claim(R, 1, P))) is AlreadyLanded
+    assert bench.state() is State.LOCAL
+
+
 @pytest.mark.parametrize("state", [State.LOCAL, State.LANDED, State.RUNNING])
 @pytest.mark.parametrize(
     ("event", "cause"),
