@@ -139,6 +139,7 @@ class RouterBench:
         request_id: str = "",
         timeout_s: float | None = None,
         priority: int | None = None,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Asking:
         """Starts a request."""
@@ -147,6 +148,7 @@ class RouterBench:
             sampling=common_pb2.SamplingParams(**{"max_tokens": 8, **sampling}),
             timeout=None if timeout_s is None else wire.duration(timeout_s),
             priority=priority,
+            cache_salt=cache_salt,
         )
         if isinstance(prompt, str):
             request.text = prompt

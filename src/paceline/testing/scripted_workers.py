@@ -54,12 +54,13 @@ class PrefillCall(_Call):
         self.request = request
         self._load = load
 
-    async def reply(self, tokens: list[int], *, finish: FinishReason | None = None) -> None:
+    async def reply(self, tokens: list[int], *, finish: FinishReason | None = None, cached_tokens: int = 0) -> None:
         """Ends the call with the first tokens."""
         self._acts.put_nowait(
             prefill_pb2.PrefillResponse(
                 tokens=tokens,
                 finish=wire.finish_to_proto(finish),
+                cached_tokens=cached_tokens,
                 duration=wire.duration(0.25),
                 transfer=common_pb2.Transfer(blocks=2, bytes=200, parts=1, parts_before_last_chunk=1),
                 load=wire.load_to_proto(self._load),
@@ -104,14 +105,22 @@ class DecodeCall(_Call):
         self._acts.put_nowait(decode_pb2.DecodeGenerateResponse(retargeted=said))
 
     async def finish(
-        self, reason: FinishReason = FinishReason.LENGTH, *, prompt_tokens_computed: int = 0, attempts: int = 1
+        self,
+        reason: FinishReason = FinishReason.LENGTH,
+        *,
+        prompt_tokens_computed: int = 0,
+        cached_tokens: int = 0,
+        attempts: int = 1,
     ) -> None:
         """Ends the stream as a worker does."""
         finish = decode_pb2.DecodeFinish(
             reason=wire.finish_to_proto(reason),
             completion_tokens=self._sent,
             prompt_tokens_computed=prompt_tokens_computed,
-            transfer=common_pb2.Transfer(blocks=3, bytes=300, parts=2, duration=wire.duration(0.5)),
+            cached_tokens=cached_tokens,
+            transfer=common_pb2.Transfer(
+                blocks=3, bytes=300, parts=2, duration=wire.duration(0.5), held_blocks=cached_tokens // BLOCK_TOKENS
+            ),
             load=wire.load_to_proto(self._load),
             attempts=attempts,
         )
