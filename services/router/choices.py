@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -25,6 +26,28 @@ class Heard(enum.Enum):
     OVER = "over"  # so are all of them
 
 
+class Answers(Protocol):
+    """What a relay needs of its answers. `Choices` leave as they come; others may hold them back."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices."""
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the last choice."""
+
+    @property
+    def last_reason(self) -> FinishReason | None:
+        """Why the last choice ended, where that is known here."""
+
+    def take(self, said: NewTokens | ChoiceFinished) -> tuple[list[Piece], Heard]:
+        """What is new for the client, and what became of the choice."""
+
+    def end(self, *, completion_tokens: int | None = None) -> Piece:
+        """The last piece of all, without its summary; `completion_tokens` are all choices', if known."""
+
+
 class Choices:
     """`count` answers, each made by `make`. With `scored_prompt` no piece leaves before the prompt's log-probabilities
     are there, which the first one carries.
@@ -32,7 +55,8 @@ class Choices:
 
     def __init__(self, make: Callable[[], Answer], *, count: int = 1, scored_prompt: bool = False) -> None:
         self._answers = [make() for _ in range(count)]
-        self._ends: dict[int, ChoiceEnd] = {}
+        self.ends: dict[int, ChoiceEnd] = {}
+        """How those choices ended that have."""
         self._last = 0  # the choice that was heard of last
         self._awaits_prompt = scored_prompt
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -51,7 +75,7 @@ class Choices:
     @property
     def last_reason(self) -> FinishReason | None:
         """Why the last choice ended, where that is known here."""
-        end = self._ends.get(self._last)
+        end = self.ends.get(self._last)
         return None if end is None else end.reason
 
     def take(self, said: NewTokens | ChoiceFinished) -> tuple[list[Piece], Heard]:
@@ -61,7 +85,7 @@ class Choices:
         if isinstance(said, NewTokens) and said.prompt_logprobs and self._awaits_prompt:
             self._awaits_prompt = False
             self._prompt_logprobs = said.prompt_logprobs
-        if said.choice in self._ends:
+        if said.choice in self.ends:
             return self._released([]), Heard.GOES_ON
         answer, pieces, heard = self._answers[said.choice], [], Heard.GOES_ON
         if isinstance(said, NewTokens):
@@ -72,7 +96,7 @@ class Choices:
                 heard = Heard.STOPPED
         else:
             pieces += self._end(said.choice, said.reason, said.completion_tokens)
-        if len(self._ends) == len(self._answers):
+        if len(self.ends) == len(self._answers):
             heard = Heard.OVER
         marked = [msgspec.structs.replace(piece, choice=said.choice) for piece in pieces]
         return self._released(marked), heard
@@ -85,12 +109,12 @@ class Choices:
         if self._awaits_prompt:
             raise WorkerLost("the prompt's log-probabilities were lost with its prefill worker")
         text = ""
-        if len(self._answers) == 1 and not self._ends:
+        if len(self._answers) == 1 and not self.ends:
             text = self._answers[0].end(completion_tokens=completion_tokens)
-        elif len(self._ends) < len(self._answers):
-            raise EngineError(f"the worker ended the answer after {len(self._ends)} of {len(self._answers)} choices")
+        elif len(self.ends) < len(self._answers):
+            raise EngineError(f"the worker ended the answer after {len(self.ends)} of {len(self._answers)} choices")
         else:
-            text = self._ends[self._last].text
+            text = self.ends[self._last].text
         return Piece(text=text, token_ids=(), index=self._answers[self._last].num_tokens, choice=self._last)
 
     def _end(self, choice: int, reason: FinishReason, completion_tokens: int | None) -> list[Piece]:
@@ -99,9 +123,9 @@ class Choices:
         text = answer.end(completion_tokens=completion_tokens)
         reason = reason if answer.stop_text is None else FinishReason.STOP
         end = ChoiceEnd(reason=reason, stop_text=answer.stop_text, tokens=answer.num_tokens, text=text)
-        self._ends[choice] = end
+        self.ends[choice] = end
         self._last = choice
-        if len(self._ends) == len(self._answers):
+        if len(self.ends) == len(self._answers):
             return []
         return [Piece(text=text, token_ids=(), index=answer.num_tokens, end=end)]
 

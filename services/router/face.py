@@ -14,6 +14,7 @@ from paceline.errors import Draining, InvalidRequest, PacelineError, RequestCanc
 from paceline.log import bound
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
 from paceline.services.router.answer import Answer, ChoiceEnd, Piece, Summary
+from paceline.services.router.best_of import BestOf
 from paceline.services.router.calls import peer_to_proto
 from paceline.services.router.choices import Choices
 from paceline.services.router.enrolment import read_key, read_worker, worker_to_proto
@@ -99,11 +100,12 @@ class RouterFace(router_pb2_grpc.RouterServicer):
 
         scored = sampling.prompt_logprobs is not None and len(request.prompt) > 1
         choices = Choices(answer, count=sampling.n, scored_prompt=scored)
+        answers = choices if request.best is None else BestOf(choices, request.best)
 
         async def write(piece: Piece) -> None:
             await context.write(piece_to_proto(request_id, piece))
 
-        relay = self._live[request_id] = Relay(request, choices, means, write, arrived=arrived)
+        relay = self._live[request_id] = Relay(request, answers, means, write, arrived=arrived)
         await relay.run()
 
     # ---- what is known -----------------------------------------------------------------------------------------------

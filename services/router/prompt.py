@@ -32,6 +32,13 @@ _THREADS: Final = 2
 _MAX_TIMEOUT_S: Final = 86_400.0
 
 
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """`keep` choices are answered of those that are generated."""
+
+    keep: int
+    show_logprobs: bool  # the client asked for them; the choice is by them in any case
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request. `timeout_s` bounds queueing and generation together."""
 
@@ -39,6 +46,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     sampling: SamplingParams
     stop: tuple[str, ...]
+    best: Best | None = None  # where not all of the choices are for the client
     timeout_s: float
     priority: int
     cache_salt: str = ""
@@ -88,11 +96,17 @@ class PromptReader:
             self._threads, self._read_prompt, message, sampling.max_tokens, limits
         )
         check_scores(sampling, len(prompt))
+        best = None
+        if sampling.best_of is not None and sampling.best_of > sampling.n:
+            best = Best(keep=sampling.n, show_logprobs=sampling.logprobs is not None)
+            sampling = msgspec.structs.replace(sampling, n=sampling.best_of, logprobs=sampling.logprobs or 0)
+        sampling = msgspec.structs.replace(sampling, best_of=None)
         return Request(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             stop=stop,
+            best=best,
             timeout_s=timeout_s,
             priority=message.priority,
             cache_salt=read_cache_salt(message.cache_salt),

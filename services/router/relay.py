@@ -38,7 +38,7 @@ from paceline.metrics import RouterMetrics
 from paceline.services.router.admission import Admission
 from paceline.services.router.answer import Piece, Summary
 from paceline.services.router.calls import ChoiceFinished, Job, NewTokens, TransferSum
-from paceline.services.router.choices import Choices, Heard
+from paceline.services.router.choices import Answers, Heard
 from paceline.services.router.events import Again, Ended, Record
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.leg import Leg
@@ -51,6 +51,7 @@ _log = get_logger(__name__)
 
 _LOST_RETRIES: Final = 1
 """How often a request goes to another decode worker after one was lost."""
+_UNLIMITED: Final = 2**62
 _FAREWELL_S: Final = 1.0
 """Bound on writing, before an error, the pieces that came before it."""
 
@@ -73,7 +74,7 @@ class Relay:
     def __init__(
         self,
         request: Request,
-        answer: Choices,
+        answer: Answers,
         means: Means,
         write: Callable[[Piece], Awaitable[None]],
         *,
@@ -87,7 +88,8 @@ class Relay:
         self._ask = Ask(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
         self._outbox = Outbox(
             write,
-            max_tokens=means.max_unacked_tokens,
+            # The best choices leave at once, which says nothing of how fast the client reads.
+            max_tokens=means.max_unacked_tokens if request.best is None else _UNLIMITED,
             on_stuck=self.interrupt,
             write_timeout_s=means.write_timeout_s,
         )

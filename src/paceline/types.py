@@ -78,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # of tokens in the output
     frequency_penalty: float = 0.0  # of tokens in the output, for each time
     n: int = 1  # choices, each an answer of its own
+    best_of: int | None = None  # choices of which the n of the highest mean log-probability are answered
     prompt_logprobs: int | None = None  # the same as `logprobs` for the prompt's tokens
     logprobs: int | None = None  # most likely tokens to report beside each chosen one; None: nothing is reported
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once; BANNED excludes
@@ -115,6 +116,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("prompt_logprobs", f"{self.prompt_logprobs} is not from 0 to {MAX_LOGPROBS}")
         if not 1 <= self.n <= MAX_CHOICES:
             raise InvalidRequest("n", f"{self.n} is not from 1 to {MAX_CHOICES}")
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_CHOICES:
+            raise InvalidRequest("best_of", f"{self.best_of} is not from n {self.n} to {MAX_CHOICES}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} is not from 0 to max_tokens {self.max_tokens}")
         if len(self.logit_bias) > MAX_BIASES:

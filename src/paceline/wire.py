@@ -229,6 +229,7 @@ _OPTIONAL: Final = (
     "presence_penalty",
     "frequency_penalty",
     "n",
+    "best_of",
     "logprobs",
     "prompt_logprobs",
 )

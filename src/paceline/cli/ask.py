@@ -153,6 +153,7 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
         logit_bias=arguments.logit_bias,
         min_tokens=arguments.min_tokens,
         n=arguments.n,
+        best_of=arguments.best_of,
         logprobs=arguments.logprobs,
         prompt_logprobs=arguments.prompt_logprobs,
         seed=arguments.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from paceline import wire
@@ -44,7 +45,7 @@ def test_an_id_outside_the_vocabulary_is_refused_by_its_field(field: str, token_
 )
 def test_a_value_past_its_limit_is_refused_by_its_field(field: str, value: float) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        SamplingParams(max_tokens=8, **{field: value}).validated(vocab_size=VOCAB)  # type: ignore[arg-type]
+        msgspec.structs.replace(SamplingParams(max_tokens=8), **{field: value}).validated(vocab_size=VOCAB)
     assert caught.value.metadata["field"] == field
     assert str(value) in caught.value.message
 
@@ -76,6 +77,7 @@ def test_the_wire_carries_every_field_there_and_back() -> None:
         ignore_eos=True,
         min_tokens=2,
         n=3,
+        best_of=4,
         logprobs=0,
         prompt_logprobs=2,
         repetition_penalty=1.5,

@@ -88,7 +88,9 @@ def test_penalties_count_as_they_are_defined_for_a_prompt_that_repeats_itself() 
     prompt, row = [3, 3, 3], torch.ones(1, VOCAB)
 
     def at(token: int, output: Sequence[int] = (), **penalty: float) -> float:
-        return shape(row, [shaping(SamplingParams(**penalty), prompt, output)])[0, token].item()  # type: ignore[arg-type]
+        return shape(row, [shaping(msgspec.structs.replace(SamplingParams(), **penalty), prompt, output)])[
+            0, token
+        ].item()
 
     assert at(3, repetition_penalty=2.0) == 0.5
     assert at(3, presence_penalty=1.0) == at(3, frequency_penalty=1.0) == 1.0

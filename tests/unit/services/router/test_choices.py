@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.errors import EngineError, WorkerLost
-from paceline.services.router.answer import Answer
+from paceline.services.router.answer import Answer, Piece
+from paceline.services.router.best_of import BestOf
 from paceline.services.router.calls import ChoiceFinished, NewTokens
 from paceline.services.router.choices import Choices, Heard
 from paceline.services.router.outbox import joined
+from paceline.services.router.prompt import Best
 from paceline.types import FinishReason, TokenLogprob
 
 
@@ -114,3 +116,28 @@ def test_waiting_pieces_are_joined_by_choice() -> None:
     assert (first.choice, first.text, first.index) == (0, "xxx", 0)
     assert first.end is not None
     assert (second.choice, second.text, second.end) == (1, "xxx", None)
+
+
+def test_the_best_choices_leave_best_first_when_all_have_ended() -> None:
+    def scored(choice: int, text: str, *logprobs: float) -> NewTokens:
+        scores = tuple(TokenLogprob(ord(letter), value) for letter, value in zip(text, logprobs, strict=True))
+        return says(choice, 0, text, logprobs=scores)
+
+    def over(best: BestOf) -> list[Piece]:
+        assert best.take(scored(0, "aaa", -1.0, -1.0, -1.0)) == ([], Heard.GOES_ON)
+        assert best.take(scored(1, "b", -2.0)) == ([], Heard.GOES_ON)
+        assert best.take(scored(2, "cc", -0.5, -0.25)) == ([], Heard.GOES_ON)
+        for choice, tokens in ((2, 2), (0, 3)):
+            assert best.take(ends(choice, tokens)) == ([], Heard.GOES_ON)
+        pieces, heard = best.take(ends(1, 1, FinishReason.STOP))
+        assert heard is Heard.OVER
+        return pieces
+
+    two = BestOf(choices(3), Best(keep=2, show_logprobs=False))
+    pieces = over(two)
+    assert [(piece.choice, piece.text, piece.logprobs) for piece in pieces] == [(0, "cc", ()), (1, "aaa", ())]
+    assert pieces[0].end is not None and pieces[1].end is None
+    assert (two.end(completion_tokens=6).choice, two.num_tokens, two.last_reason) == (1, 6, FinishReason.LENGTH)
+    one = BestOf(choices(3), Best(keep=1, show_logprobs=True))
+    [piece] = over(one)
+    assert (piece.text, len(piece.logprobs), piece.end) == ("cc", 2, None)
