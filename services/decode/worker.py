@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -22,7 +21,7 @@ from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.kvtransfer.transfer import PartNotification
 from paceline.log import get_logger
-from paceline.prefix import BlockHash, KvChange, root_hash
+from paceline.prefix import KvChange, root_hash
 from paceline.services.decode.choices import Choice, engine_id
 from paceline.services.decode.messages import (
     COMMANDS,
@@ -47,6 +46,7 @@ from paceline.services.decode.messages import (
     WriterReborn,
     WriterStopped,
 )
+from paceline.services.decode.request import LiveRequest
 from paceline.services.decode.reservation_actions import (
     AbortWriter,
     Action,
@@ -85,76 +85,13 @@ from paceline.types import (
     FinishReason,
     RequestId,
     ReservationId,
-    SamplingParams,
     TokenLogprob,
     WorkerLoad,
-    blocks_for,
     blocks_to_admit,
     check_prompt,
 )
 
 _log = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of a live request beside its reservation's state."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    priority: int
-    root: BlockHash | None  # what the prompt is cached under; None: it is computed whole
-    lease: BlockLease | None = None
-    """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
-    blocks behind it are the reservation's, until the engine gets both as one lease."""
-    held_blocks: int = 0
-    given: BlockLease | None = None  # the lease, once the engine has it
-    choices: list[Choice] = field(default_factory=list)
-    local: bool = False  # the prompt is computed here
-    counted: bool = False  # the cache's statistics have it
-    prompt_tokens_computed: int = 0
-    attempts: int = 1
-    blocks_landed: int = 0
-    parts_landed: int = 0
-    first_part_at: float | None = None
-    landed_at: float | None = None
-    finish: FinishReason | None = None
-    error: PacelineError | None = None
-
-    @property
-    def told(self) -> int:
-        """Output tokens that the front has, of all choices."""
-        return sum(choice.told for choice in self.choices)
-
-    @property
-    def prompt_alone(self) -> bool:
-        """Several choices are to share the prompt, and what runs, if anything does, is that prompt. Its blocks are
-        held past its end."""
-        return len(self.choices) > 1 and self.told == 0
-
-    @property
-    def stored_tokens(self) -> int:
-        """Tokens whose KV is stored at the end; the last one's never is."""
-        return len(self.prompt) + self.sampling.max_tokens - 1
-
-    @property
-    def missing_blocks(self) -> int:
-        """Blocks of the prompt that are to be written or computed."""
-        return blocks_for(len(self.prompt)) - self.held_blocks
-
-    def joined(self, blocks: BlockLease) -> BlockLease:
-        """All of its blocks, as the engine takes them."""
-        assert self.lease is not None, "a request is given to the engine once"
-        lease, self.lease = self.lease, None
-        lease.join(blocks)
-        self.given = lease
-        return lease
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that were cached. Where it is computed here, more may have been found by its turn."""
-        given = self.given.shared if self.given is not None and self.local else 0
-        return max(self.held_blocks, given) * BLOCK_TOKENS
 
 
 class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
@@ -166,7 +103,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         self._may_prefill = config.local_prefill != "never"
         self._fingerprint = host.ready.fingerprint
         self._block_bytes = host.engine.runner.block_bytes
-        self._requests: dict[ReservationId, _Request] = {}
+        self._requests: dict[ReservationId, LiveRequest] = {}
         self._running: dict[RequestId, tuple[ReservationId, int]] = {}  # the choice that an engine request is
         self._eos_token_ids = host.ready.eos_token_ids
         self._reservations: Reservations[BlockLease] = Reservations(
@@ -237,7 +174,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         reservation = command.reservation_id
         sampling = command.sampling
         root = None if sampling.prompt_logprobs is not None else root_hash(salt=command.cache_salt)
-        request = _Request(command.prompt, sampling, command.priority, root)
+        request = LiveRequest(command.prompt, sampling, command.priority, root)
         request.choices = [Choice() for _ in range(sampling.n)]
         try:
             check_prompt(command.prompt, max_tokens=command.sampling.max_tokens, limits=self.engine.limits)
@@ -273,7 +210,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         self._feed(Claim(command.reservation_id, command.attempt, command.writer), call_id=command.call_id)
 
-    def _reserve_blocks(self, request: _Request) -> BlockLease | None:
+    def _reserve_blocks(self, request: LiveRequest) -> BlockLease | None:
         """The blocks that are to be filled: what is cached of the prompt stays apart, for a writer must never have it.
 
         A writer that is given up holds its blocks in quarantine, and others read the cached ones.
@@ -290,7 +227,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         """For another attempt."""
         return self.engine.try_lease(self._requests[reservation].missing_blocks)
 
-    def _full(self, request: _Request) -> Overloaded:
+    def _full(self, request: LiveRequest) -> Overloaded:
         load = self.load
         needed = blocks_to_admit(len(request.prompt), request.sampling.max_tokens)
         return Overloaded(
@@ -371,7 +308,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             )
         )
 
-    def _advance(self, reservation: ReservationId, request: _Request, done: Progress) -> None:
+    def _advance(self, reservation: ReservationId, request: LiveRequest, done: Progress) -> None:
         record = self._reservations.get(reservation)
         assert record is not None, "the engine runs live requests only"
         if record.state is State.LANDED:
@@ -471,7 +408,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             if end is not None and request.choices[choice].finish is None:
                 self._choice_over(reservation, choice, end)
 
-    def _first_ends(self, request: _Request, token_id: int) -> FinishReason | None:
+    def _first_ends(self, request: LiveRequest, token_id: int) -> FinishReason | None:
         return finish_reason(
             token_id,
             num_prompt=len(request.prompt),
@@ -481,7 +418,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             context_tokens=self.engine.limits.context_tokens,
         )
 
-    def _stopped(self, request: _Request, choice: int) -> None:
+    def _stopped(self, request: LiveRequest, choice: int) -> None:
         """The engine does not know the choice any more."""
         running, request.choices[choice].running = request.choices[choice].running, None
         if running is not None:

@@ -1,0 +1,72 @@
+"""What a decode worker knows of a live request beside its reservation's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.engine.block_pool import BlockLease
+from paceline.errors import PacelineError
+from paceline.prefix import BlockHash
+from paceline.services.decode.choices import Choice
+from paceline.types import BLOCK_TOKENS, FinishReason, SamplingParams, blocks_for
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One request, from its reservation to its end."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int
+    root: BlockHash | None  # what the prompt is cached under; None: it is computed whole
+    lease: BlockLease | None = None
+    """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
+    blocks behind it are the reservation's, until the engine gets both as one lease."""
+    held_blocks: int = 0
+    given: BlockLease | None = None  # the lease, once the engine has it
+    choices: list[Choice] = field(default_factory=list)
+    local: bool = False  # the prompt is computed here
+    counted: bool = False  # the cache's statistics have it
+    prompt_tokens_computed: int = 0
+    attempts: int = 1
+    blocks_landed: int = 0
+    parts_landed: int = 0
+    first_part_at: float | None = None
+    landed_at: float | None = None
+    finish: FinishReason | None = None
+    error: PacelineError | None = None
+
+    @property
+    def told(self) -> int:
+        """Output tokens that the front has, of all choices."""
+        return sum(choice.told for choice in self.choices)
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Several choices are to share the prompt, and what runs, if anything does, is that prompt. Its blocks are
+        held past its end."""
+        return len(self.choices) > 1 and self.told == 0
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens whose KV is stored at the end; the last one's never is."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+    @property
+    def missing_blocks(self) -> int:
+        """Blocks of the prompt that are to be written or computed."""
+        return blocks_for(len(self.prompt)) - self.held_blocks
+
+    def joined(self, blocks: BlockLease) -> BlockLease:
+        """All of its blocks, as the engine takes them."""
+        assert self.lease is not None, "a request is given to the engine once"
+        lease, self.lease = self.lease, None
+        lease.join(blocks)
+        self.given = lease
+        return lease
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were cached. Where it is computed here, more may have been found by its turn."""
+        given = self.given.shared if self.given is not None and self.local else 0
+        return max(self.held_blocks, given) * BLOCK_TOKENS
