@@ -104,6 +104,7 @@ class PairTests:
                 reservation_id=attempt.reservation_id,
                 prompt=[0] * (num_blocks * BLOCK_TOKENS),
                 sampling=common_pb2.SamplingParams(max_tokens=1),
+                cache_salt=attempt.reservation_id,  # none of it is to be there already
             )
         )
         waiting: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
