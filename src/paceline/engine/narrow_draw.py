@@ -1,7 +1,7 @@
 """Draws on a CPU that look at a row's likeliest tokens alone: top-k and top-p seldom keep more.
 
 It computes what the kernels' twin of `sample` does, to the last bit, from the same probabilities. A row that keeps more
-than WIDTH tokens is left to the twin, so that a row's token hangs on that row alone.
+than the last of WIDTHS tokens is left to the twin, so that a row's token hangs on that row alone.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from torch import Tensor
 
 from paceline.kernels.reference import exponential_noise
 
-WIDTH: Final = 256
-"""Tokens of a row that are looked at."""
+WIDTHS: Final = (256, 4096)
+"""Tokens of a row that are looked at, then where these were too few."""
 
 
 def narrow_draw(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, *, width: int
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.sample`, for rows that each have a top-k or a top-p: (token ids, which of them are true) [rows]."""
+    """As `kernels.sample`, for rows that each have a top-k or a top-p: (token ids, which of them are true) [rows].
+
+    `width` most likely tokens of each are looked at.
+    """
     vocab = logits.shape[1]
-    width = min(WIDTH, vocab)
+    width = min(width, vocab)
     best, token_ids = logits.topk(width)
     scaled = logits.double().sub_(best[:, :1]).div_(temperature[:, None])
     ranked = scaled.softmax(-1).gather(1, token_ids)

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline import kernels
 from paceline.engine.logits import Shaping, shape
 from paceline.engine.logprobs import token_logprobs
-from paceline.engine.narrow_draw import narrow_draw
+from paceline.engine.narrow_draw import WIDTHS, narrow_draw
 from paceline.engine.request import EngineRequest, Sampled
 from paceline.types import SamplingParams
 
@@ -91,10 +91,14 @@ def _draw(logits: Tensor, points: Sequence[DrawPoint]) -> Tensor:
     cut = [row for row, point in enumerate(points) if point.sampling.top_k > 0 or point.sampling.top_p < 1.0]
     if not cut or kernels.backend_for(logits) is not kernels.Backend.TWIN:
         return kernels.sample(logits, *columns)
-    rows = torch.tensor(cut)
     token_ids = torch.full((len(points),), -1)
-    found, certain = narrow_draw(logits[rows], *(each[rows] for each in columns))
-    token_ids[rows[certain]] = found[certain]
+    left = torch.tensor(cut)
+    for width in WIDTHS:
+        found, certain = narrow_draw(logits[left], *(each[left] for each in columns), width=width)
+        token_ids[left[certain]] = found[certain]
+        left = left[~certain]
+        if not len(left):
+            break
     left = torch.nonzero(token_ids < 0)[:, 0]
     if len(left):
         token_ids[left] = kernels.sample(logits[left], *(each[left] for each in columns))
