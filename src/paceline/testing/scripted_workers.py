@@ -10,7 +10,8 @@ async with scripted_decode("d0") as decode:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -87,17 +88,29 @@ class DecodeCall(_Call):
         super().__init__()
         self.request = request
         self._load = load
-        self._sent = 0
+        self._told: Counter[int] = Counter()  # by choice
 
     async def reserve(self) -> None:
         """Says that the room is there."""
         reserved = decode_pb2.Reserved(attempt=1, load=wire.load_to_proto(self._load))
         self._acts.put_nowait(decode_pb2.DecodeGenerateResponse(reserved=reserved))
 
-    async def tokens(self, index: int, ids: list[int]) -> None:
+    async def tokens(self, index: int, ids: list[int], *, choice: int = 0, logprobs: Sequence[float] = ()) -> None:
         """Sends tokens."""
-        self._sent = max(self._sent, index + len(ids))
-        self._acts.put_nowait(decode_pb2.DecodeGenerateResponse(tokens=decode_pb2.Tokens(ids=ids, index=index)))
+        self._told[choice] = max(self._told[choice], index + len(ids))
+        scored = [
+            common_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in zip(ids, logprobs, strict=bool(logprobs))
+        ]
+        tokens = decode_pb2.Tokens(ids=ids, index=index, choice=choice, logprobs=scored)
+        self._acts.put_nowait(decode_pb2.DecodeGenerateResponse(tokens=tokens))
+
+    async def finish_choice(self, choice: int, reason: FinishReason = FinishReason.LENGTH) -> None:
+        """Ends one of several choices."""
+        ended = decode_pb2.ChoiceFinish(
+            choice=choice, reason=wire.finish_to_proto(reason), completion_tokens=self._told[choice]
+        )
+        self._acts.put_nowait(decode_pb2.DecodeGenerateResponse(choice_finish=ended))
 
     async def retargeted(self, attempt: int | None) -> None:
         """Says that it gave the attempt up."""
@@ -115,7 +128,7 @@ class DecodeCall(_Call):
         """Ends the stream as a worker does."""
         finish = decode_pb2.DecodeFinish(
             reason=wire.finish_to_proto(reason),
-            completion_tokens=self._sent,
+            completion_tokens=self._told.total(),
             prompt_tokens_computed=prompt_tokens_computed,
             cached_tokens=cached_tokens,
             transfer=common_pb2.Transfer(
@@ -230,6 +243,7 @@ class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
         self.calls: asyncio.Queue[DecodeCall] = asyncio.Queue()
         self.retargets: asyncio.Queue[decode_pb2.RetargetRequest] = asyncio.Queue()
         self.aborted: asyncio.Queue[str] = asyncio.Queue()
+        self.aborted_choices: asyncio.Queue[int] = asyncio.Queue()
         self.on_retarget: OnRetarget = _local
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
 
@@ -264,7 +278,10 @@ class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
 
     async def Abort(self, request: decode_pb2.DecodeAbortRequest, context: Context) -> decode_pb2.DecodeAbortResponse:
         """Notes the call."""
-        self.aborted.put_nowait(request.reservation_id)
+        if request.HasField("choice"):
+            self.aborted_choices.put_nowait(request.choice)
+        else:
+            self.aborted.put_nowait(request.reservation_id)
         return decode_pb2.DecodeAbortResponse(found=True)
 
 

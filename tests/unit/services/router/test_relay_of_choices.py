@@ -1,0 +1,84 @@
+"""Several choices of one request through the router, over real gRPC, between scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from paceline import wire
+from paceline.protos import router_pb2
+from paceline.testing.router_bench import Asking, ids_of, router_bench
+from paceline.testing.scripted_workers import PATIENCE_S, scripted_decode, scripted_prefill
+from paceline.types import FinishReason
+
+
+async def whole(asking: Asking, choices: int) -> dict[int, str]:
+    """Reads until every choice has ended; each one's text."""
+    ended = 0
+    while ended < choices:
+        ended += (await asking.piece()).HasField("finish")
+    return {choice: "".join(p.text for p in asking.pieces if p.choice == choice) for choice in range(choices)}
+
+
+def finish_of(asking: Asking, choice: int) -> router_pb2.Finish:
+    [finish] = [piece.finish for piece in asking.pieces if piece.choice == choice and piece.HasField("finish")]
+    return finish
+
+
+async def test_choices_come_apart_and_usage_sums_them() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask(n=2)
+        first, stream = await prefill.next_call(), await decode.next_call()
+        assert first.request.sampling.n == stream.request.sampling.n == 2
+        await stream.reserve()
+        await first.reply(ids_of("ax"))  # the first token of each choice
+        await stream.tokens(0, ids_of("a"))
+        await stream.tokens(0, ids_of("x"), choice=1)
+        await stream.tokens(1, ids_of("yz"), choice=1)
+        await stream.finish_choice(1, FinishReason.STOP)
+        await stream.tokens(1, ids_of("b"))
+        await stream.finish_choice(0)
+        await stream.finish()
+        assert await whole(asking, 2) == {0: "ab", 1: "xyz"}
+        early, last = finish_of(asking, 1), finish_of(asking, 0)
+        assert wire.finish_from_proto(early.reason) is FinishReason.STOP
+        assert early.usage.completion_tokens == 3
+        assert wire.finish_from_proto(last.reason) is FinishReason.LENGTH
+        assert last.usage.completion_tokens == 5
+        assert asking.pieces[-1].choice == 0
+
+
+async def test_a_stop_string_ends_one_choice_here_and_on_its_worker_alone() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask(n=2, stop=["!"])
+        first, stream = await prefill.next_call(), await decode.next_call()
+        await stream.reserve()
+        await first.reply(ids_of("ax"))
+        await stream.tokens(1, ids_of("!"))
+        async with asyncio.timeout(PATIENCE_S):
+            assert await decode.aborted_choices.get() == 0
+        await stream.finish_choice(0, FinishReason.CANCELLED)
+        await stream.tokens(1, ids_of("y"), choice=1)
+        await stream.finish_choice(1)
+        await stream.finish()
+        assert await whole(asking, 2) == {0: "a", 1: "xy"}
+        assert finish_of(asking, 0).stop_text == "!"
+        assert decode.aborted.empty()
+
+
+async def test_the_best_choice_alone_is_answered_when_all_have_ended() -> None:
+    async with scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(decode)
+        asking = router.ask(best_of=2)
+        stream = await decode.next_call()
+        assert (stream.request.sampling.n, stream.request.sampling.logprobs) == (2, 0)
+        await stream.reserve()
+        await stream.tokens(0, ids_of("a"), logprobs=[-3.0])
+        await stream.tokens(0, ids_of("xy"), choice=1, logprobs=[-0.5, -0.5])
+        for choice in (1, 0):
+            await stream.finish_choice(choice)
+        await stream.finish()
+        assert await whole(asking, 1) == {0: "xy"}
+        assert finish_of(asking, 0).usage.completion_tokens == 3
+        assert not any(piece.logprobs for piece in asking.pieces)
