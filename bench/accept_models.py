@@ -23,8 +23,9 @@ CHUNKS = (1, 7, 512)
 PROMPTS = 50
 TINY_ANSWER = 8  # tokens
 REAL_ANSWER = 4
-LONGEST = 40  # tokens of a real model's prompt, but for one
-PAST_WINDOW = 540  # tokens of that one: more than Gemma's window of 512
+LONGEST = 28  # tokens of a real model's prompt, but for one
+LONG = 80  # tokens of that one, where the model has no windows
+PAST_WINDOW = 8  # tokens by which it passes the longest window, where there are some
 LIMIT = 1e-4  # of any log-probability's difference
 REAL = ("smollm2-135m-instruct", "gemma3-270m")
 PROSE = "The wind had turned by the time they reached the pass, and the riders closed up behind one another. "
@@ -87,4 +88,5 @@ def text_prompts(source: Source) -> list[list[int]]:
     tokenizer = Tokenizer.load(source)
     texts = [text for text in varied_texts(PROMPTS - 1 + 10) if tokenizer.encode(text)][: PROMPTS - 1]
     prompts = [list(tokenizer.encode(text))[:LONGEST] for text in texts]
-    return [*prompts, list(tokenizer.encode(PROSE * 40))[:PAST_WINDOW]]
+    window = max((window for window in read_config(source).windows if window), default=0)
+    return [*prompts, list(tokenizer.encode(PROSE * 40))[: window + PAST_WINDOW if window else LONG]]
