@@ -35,6 +35,8 @@ class MemoryLink:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.events: list[Any] = []
+        self.ended: list[tuple[str, str, int]] = []
+        self.reservations: dict[str, int] = {}
 
     @property
     def file_descriptor(self) -> int:
@@ -47,8 +49,10 @@ class MemoryLink:
         return commands
 
     def send(self, message: msgspec.Struct) -> None:
-        """Keeps the report's events."""
+        """Keeps the report's events, and what it says of reservations."""
         self.events.extend(getattr(message, "events", ()))
+        self.ended.extend(getattr(message, "ended", ()))
+        self.reservations = getattr(message, "reservations", {})
 
     def flush(self) -> bool:
         """Nothing is ever left."""
@@ -137,6 +141,13 @@ class Pair:
             AbortAttempt(attempt=Attempt(ReservationId(name), attempt), call_id=self._calls)
         )
 
+    def hand_over(self, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+        """A request up to its granted claim."""
+        self.reserve(name, prompt, sampling)
+        self.decode.round()
+        self.start(name, prompt, sampling)
+        self.claim(name)
+
     # Progress
 
     def pump(self, rounds: int = 1) -> None:
@@ -153,6 +164,19 @@ class Pair:
             if self.idle:
                 return
         raise AssertionError(f"not idle after {most} rounds: {self.prefill.load}, {self.decode.load}")
+
+    def pump_until_landed(self, most: int = 2000) -> None:
+        """Until a reservation is landed, and has not run; fails if that takes too many rounds."""
+        for _ in range(most):
+            self.pump()
+            if self._decode_link.reservations.get("landed"):
+                return
+        raise AssertionError(f"nothing landed in {most} rounds: {self._decode_link.reservations}")
+
+    def take_ended(self) -> list[tuple[str, str, int]]:
+        """Removes and returns the ends of reservations: state before, cause, number."""
+        ended, self._decode_link.ended = self._decode_link.ended, []
+        return ended
 
     @property
     def idle(self) -> bool:
