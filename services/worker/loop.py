@@ -121,6 +121,8 @@ class EngineLoop(ABC, Generic[Command, Event]):
                 self._pinged = True
             else:
                 self.handle(command)
+        if self.events and self.engine.has_work:
+            self.tell(IDLE)  # whoever waits for an answer must not wait for a step besides
         activity = self._step() if self.engine.has_work else IDLE
         activity = self._transfer(activity)
         self.expire(time.monotonic())

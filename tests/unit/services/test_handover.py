@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from paceline.engine.request import StepOutput
 from paceline.services.decode.messages import CallRefused, Over, Redirected, Reserved, WriteGranted
 from paceline.services.prefill.messages import PrefillFailed, Stopped
 from paceline.testing.pair import Pair
@@ -57,6 +59,20 @@ def test_a_seeded_answer_does_not_depend_on_where_the_prompt_was_computed(pair: 
     hand_over(pair, "r", PROMPT, sampling)
     pair.pump_until_idle()
     assert pair.tokens("r") == alone(pair, PROMPT, sampling)
+
+
+def test_a_call_is_answered_before_the_step_that_follows_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.abort_prefill("nobody knows it")
+    step, answered = pair.prefill.engine.step, []
+
+    def watched_step(*, tick: Callable[[], None]) -> StepOutput:
+        answered.extend(pair.take_prefill(Stopped))
+        return step(tick)
+
+    monkeypatch.setattr(pair.prefill.engine, "step", watched_step)
+    pair.prefill.round()
+    assert [stopped.found for stopped in answered] == [False]
 
 
 def test_parts_arrive_while_later_chunks_are_to_be_computed(pair: Pair) -> None:
