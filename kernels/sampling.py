@@ -28,9 +28,15 @@ def _mix64(z: Any) -> Any:
 
 
 @triton.jit
+def random_bits(key: Any, token: Any) -> Any:
+    """64 random bits of a row's generator for a token, int64."""
+    return _mix64(key + (token.to(tl.int64) + 1) * -7046029254386353131)
+
+
+@triton.jit
 def exponential_noise(key: Any, token: Any) -> Any:
     """The twin's `exponential_noise`: the same u, of which 1 - u is exact too, so that no log1p is needed."""
-    bits = (_mix64(key + (token.to(tl.int64) + 1) * -7046029254386353131) >> 12) & 0xFFFFFFFFFFFFF
+    bits = (random_bits(key, token) >> 12) & 0xFFFFFFFFFFFFF
     u = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(1.0 - u)
 
