@@ -31,6 +31,7 @@ _log = get_logger(__name__)
 _BLOCKS: Final = 16
 _TRIES: Final = 5
 _TIMEOUT_S: Final = 10.0
+_SLOW_PAUSE_S: Final = 0.5
 
 
 class _Worker(Protocol):
@@ -71,7 +72,11 @@ class PairTests:
             waiting.set_result(event)
 
     async def run(self, peer: PeerInfo) -> None:
-        """Tests the pair; a test that cannot run now is tried again a few times."""
+        """Tests the pair; a test that cannot run now, or finds it slow, is tried again a few times.
+
+        A busy moment makes any pair look slow, and the verdict holds for the life of both: the best try counts.
+        """
+        floor, best = self._worker.config.transport_floor_mb_s * 1e6, 0.0
         for number in range(_TRIES):
             try:
                 speed = await asyncio.wait_for(self._measure(peer), _TIMEOUT_S)
@@ -80,13 +85,18 @@ class PairTests:
                 _log.info("pair not measured", decode=str(peer.key), attempt=number + 1, error=str(reason))
                 await asyncio.sleep(2.0**number)
                 continue
-            self._speeds[peer.key] = speed
-            slow = speed < self._worker.config.transport_floor_mb_s * 1e6
+            best = max(best, speed)
+            slow = best < floor
+            if slow and number < _TRIES - 1:
+                await asyncio.sleep(_SLOW_PAUSE_S)
+                continue
+            self._speeds[peer.key] = best
             (_log.warning if slow else _log.info)(
                 "pair measured",
                 decode=str(peer.key),
                 transport=self._worker.ready.transport,
-                megabytes_per_second=round(speed / 1e6),
+                megabytes_per_second=round(best / 1e6),
+                tries=number + 1,
                 floor=self._worker.config.transport_floor_mb_s,
             )
             return
