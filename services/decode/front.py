@@ -46,7 +46,9 @@ from paceline.types import ReservationId, Role, WorkerKey, check_prompt
 
 _log = get_logger(__name__)
 
-_STOP_CALL_S: Final = 5.0
+_STOP_CALL_S: Final = 60.0
+"""How long a prefill worker may take to stop. It answers between two steps, and a loaded machine takes its time; a dead
+one fails the call at once."""
 
 StreamEvent: TypeAlias = Reserved | NewTokens | Redirected | Over
 CallAnswer: TypeAlias = WriteGranted | Redirected
@@ -65,6 +67,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         self._streams: dict[ReservationId, asyncio.Queue[StreamEvent | PacelineError]] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._call_ids = itertools.count(1)
+        self._stopping: set[StopWriter] = set()  # orders whose answers are awaited
         self._channels = PeerChannels()
 
     # The worker's life
@@ -116,8 +119,11 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
                 call = self._calls.get(event.call_id)
                 if call is not None and not call.done():
                     call.set_exception(event.failure.error())
-            case StopWriter():
+            case StopWriter() if event not in self._stopping:
+                self._stopping.add(event)
                 self.background(self._stop_writer(event))
+            case StopWriter():
+                pass  # asked again while the answer is awaited
             case QuarantineAlarm():
                 _log.error("blocks in quarantine", **msgspec.to_builtins(event))
             case MustRestart():
@@ -317,7 +323,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     async def _stop_writer(self, order: StopWriter) -> None:
         """Asks a prefill worker to stop, and tells the engine when nothing of the attempt can be written any more.
 
-        The engine asks again while it has no answer, so a call that fails is not repeated here.
+        The engine orders it again while it has no answer, so a call that fails is not repeated here.
         """
         try:
             peer = await self.registration.resolve(order.writer)
@@ -338,6 +344,8 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
                 lost=isinstance(translated, WorkerLost),
             )
             return
+        finally:
+            self._stopping.discard(order)
         if answer.epoch > order.writer.epoch:
             self.send(WriterReborn(by=WorkerKey(order.writer.worker_id, answer.epoch)))
         else:

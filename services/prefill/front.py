@@ -47,7 +47,10 @@ from paceline.types import ReservationId, Role, WorkerKey, check_prompt
 
 _log = get_logger(__name__)
 
-_CLAIM_S: Final = 5.0
+_CLAIM_S: Final = 30.0
+"""How long a claim may take: the decode worker answers between two steps. Its own timer gives the attempt up earlier."""
+_EARLY_CLAIM_S: Final = 5.0
+"""How long a claim may be ahead of its reservation."""
 _CLAIM_PAUSE_S: Final = 0.002
 _CLAIM_PAUSE_MOST_S: Final = 0.1
 
@@ -247,7 +250,7 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
             writer=wire.key_to_proto(self.key),
             fingerprint=fingerprint_to_proto(self.ready.fingerprint),
         )
-        deadline = time.monotonic() + _CLAIM_S
+        deadline = time.monotonic() + _EARLY_CLAIM_S
         pause_s = _CLAIM_PAUSE_S
         while True:
             try:

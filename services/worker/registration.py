@@ -94,6 +94,11 @@ class Registration:
         for answer in late:
             answer.cancel()
 
+    def knows(self, key: WorkerKey) -> bool:
+        """True where this is the newest life of the peer that was heard of."""
+        peer = self._newest.get(key.worker_id)
+        return peer is not None and peer.key == key
+
     def learn(self, peers: list[common_pb2.Peer]) -> None:
         """Takes in what a router says of the other tier; an older epoch than a known one is old news."""
         for message in peers:
