@@ -48,7 +48,7 @@ from paceline.types import ReservationId, Role, WorkerKey, check_prompt
 _log = get_logger(__name__)
 
 _CLAIM_S: Final = 30.0
-"""How long a claim may take: the decode worker answers between two steps. Its own timer gives the attempt up earlier."""
+"""How long a claim may take. The decode worker answers between two steps; its own timer gives an attempt up earlier."""
 _EARLY_CLAIM_S: Final = 5.0
 """How long a claim may be ahead of its reservation."""
 _CLAIM_PAUSE_S: Final = 0.002
