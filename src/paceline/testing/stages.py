@@ -161,6 +161,15 @@ class CancelBench:
         """Calls that a worker still had in hand when its grace was over. For after the end."""
         return sum("grace period over" in line for line in self.cluster.log())
 
+    def ask(self, prompt_tokens: int, *, max_tokens: int = 100) -> Stream:
+        """A request of so many ids: computed on the decode worker if fewer than LOCAL_BELOW."""
+        return self.client.generate([5] * prompt_tokens, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+    def check(self) -> None:
+        """AssertionError unless nothing is left of earlier requests, and a new one is served as the first was."""
+        self._check_nothing_left()
+        assert self._serve() == self._expected, "the request after the cancels has other tokens than before"
+
     def cancel_at(self, stage: Stage, hits: int) -> Tally:
         """Cancels until `hits` cancels hit the stage. AssertionError where something does not come back."""
         tally = Tally(stage)
@@ -180,8 +189,7 @@ class CancelBench:
             began = time.monotonic()
             self.cluster.wait_idle()
             tally.slowest_return_s = max(tally.slowest_return_s, time.monotonic() - began)
-            self._check_nothing_left()
-            assert self._serve() == self._expected, "the request after the cancels has other tokens than before"
+            self.check()
             tally.served_after += 1
         return tally
 
@@ -190,11 +198,11 @@ class CancelBench:
     def _in_router_queue(self, tally: Tally, number: int) -> None:
         """The prefill worker's slots are taken, and its engine stands: what comes next waits in the router."""
         with self._stopped(self._engine["prefill-0"]):
-            holders = [self._ask(PROMPT_TOKENS, max_tokens=2) for _ in range(SLOTS)]
+            holders = [self.ask(PROMPT_TOKENS, max_tokens=2) for _ in range(SLOTS)]
             wait_for(lambda: self.client.loads().active == SLOTS, "the holders' start")
             before = self._ended()
             for _ in range(number):
-                probe = self._ask(PROMPT_TOKENS)
+                probe = self.ask(PROMPT_TOKENS)
                 wait_for(lambda: self.client.loads().queued == 1, "the wait in the router")
                 probe.cancel()
                 tally.slowest_stop_s = max(
@@ -209,10 +217,10 @@ class CancelBench:
     def _in_prefill_queue(self, tally: Tally, number: int) -> None:
         """One prompt is computed, the probes wait behind it in the engine: none of theirs may ever be."""
         computed = self._settled("prefill-0", PROMPT_COUNTER)
-        with self._ask(PROMPT_TOKENS) as holder:
+        with self.ask(PROMPT_TOKENS) as holder:
             self._await_chunks()
             with self._stopped(self._engine["prefill-0"]):
-                probes = [self._ask(PROMPT_TOKENS) for _ in range(number)]
+                probes = [self.ask(PROMPT_TOKENS) for _ in range(number)]
                 wait_for(lambda: self._reservations("reserved", "filling") == number + 1, "the probes' reservations")
                 time.sleep(_CARRY_S)
             wait_for(lambda: self._load("prefill-0").waiting == number, "the wait behind another prompt")
@@ -231,7 +239,7 @@ class CancelBench:
         """The prefill engine is stopped between two chunks, or in one; after the cancel it may end that one only."""
         for _ in range(number):
             before = self._settled("prefill-0", PROMPT_COUNTER)
-            with self._ask(PROMPT_TOKENS) as probe:
+            with self.ask(PROMPT_TOKENS) as probe:
                 self._await_chunks()
                 with self._stopped(self._engine["prefill-0"]):
                     held = self._settled("prefill-0", PROMPT_COUNTER)
@@ -246,7 +254,7 @@ class CancelBench:
         """The prefill front stands, so nobody claims. The blocks must be free while it still stands."""
         with self._stopped(self._front["prefill-0"]):
             for _ in range(number):
-                with self._ask(PROMPT_TOKENS) as probe, self._counting(tally, "reserved"):
+                with self.ask(PROMPT_TOKENS) as probe, self._counting(tally, "reserved"):
                     self._await_state("reserved")
                     self._cancel(probe)
                     took = wait_for(lambda: self._pool_is_whole("decode-0"), "the blocks' return")
@@ -255,7 +263,7 @@ class CancelBench:
     def _filling(self, tally: Tally, number: int) -> None:
         """The prefill engine stands with the claim granted and parts written: the blocks are in quarantine first."""
         for _ in range(number):
-            with self._ask(PROMPT_TOKENS) as probe, self._counting(tally, "filling"):
+            with self.ask(PROMPT_TOKENS) as probe, self._counting(tally, "filling"):
                 self._await_state("filling")
                 with self._stopped(self._engine["prefill-0"]):
                     self._cancel(probe)
@@ -266,7 +274,7 @@ class CancelBench:
     def _handed_over(self, tally: Tally, number: int) -> None:
         """The decode engine stands while the prefill worker ends its part: the first token is out, D knows nothing."""
         for _ in range(number):
-            with self._ask(PROMPT_TOKENS) as probe, self._counting(tally, "filling"):
+            with self.ask(PROMPT_TOKENS) as probe, self._counting(tally, "filling"):
                 self._await_state("filling")
                 with self._stopped(self._engine["decode-0"]):
                     next(probe)
@@ -283,7 +291,7 @@ class CancelBench:
 
     def _on_decode(self, tally: Tally, number: int, state: str, counter: str, prompt_tokens: int) -> None:
         for _ in range(number):
-            with self._ask(prompt_tokens) as probe, self._counting(tally, state):
+            with self.ask(prompt_tokens) as probe, self._counting(tally, state):
                 self._await_state(state)
                 with self._stopped(self._engine["decode-0"]):
                     held = self._settled("decode-0", counter)
@@ -293,9 +301,6 @@ class CancelBench:
             tally.tokens_after.append(int(after - held))
 
     # ---- acts --------------------------------------------------------------------------------------------------------
-
-    def _ask(self, prompt_tokens: int, *, max_tokens: int = 100) -> Stream:
-        return self.client.generate([5] * prompt_tokens, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
     def _serve(self) -> tuple[int, ...]:
         prompt = [7 * place % 500 + 3 for place in range(LOCAL_BELOW)]

@@ -44,14 +44,18 @@ class Outcome:
 
 
 class Traffic:
-    """`streams` clients that each send one request after the other. The cluster must be whole when this is made."""
+    """`streams` clients that each send one request after the other, `pause_s` apart.
 
-    def __init__(self, address: str, *, streams: int = 6) -> None:
+    The cluster must be whole when this is made. The pauses leave a restarted process some of a small machine.
+    """
+
+    def __init__(self, address: str, *, streams: int = 4, pause_s: float = 0.05) -> None:
         self._address = address
         self._prompts = [[11 * place % 499 + 3 for place in range(length)] for length in _LENGTHS]
         with Client(address) as client:
             self._expected = [self._ask(client, prompt).token_ids for prompt in self._prompts]
         self._streams = streams
+        self._pause_s = pause_s
         self._outcomes: list[Outcome] = []
         self._lock = threading.Lock()
         self._flows = threading.Event()
@@ -85,8 +89,7 @@ class Traffic:
                 outcome = self._one(client, number)
                 with self._lock:
                     self._outcomes.append(outcome)
-                if outcome.error is not None:
-                    time.sleep(0.1)  # as a sensible client would
+                time.sleep(self._pause_s)
 
     def _one(self, client: Client, number: int) -> Outcome:
         began = time.monotonic()
