@@ -48,16 +48,16 @@ def test_masses_of_disconnects_leave_nothing_behind_and_the_next_request_is_serv
         bench.check()
 
 
-def test_a_thousand_streams_cancelled_midway_leave_no_call_and_no_memory_behind(bench: CancelBench) -> None:
+def test_hundreds_of_streams_cancelled_midway_leave_no_call_and_no_memory_behind(bench: CancelBench) -> None:
     """F48: after a first few, which fill what is kept on purpose, memory no longer grows."""
     pids = [pid for pids in bench.cluster.processes.values() for pid in pids]
-    cancel_midway(bench, 200)
+    cancel_midway(bench, 60)
     before = sum(resident_bytes(pid) for pid in pids)
-    cancel_midway(bench, 800)
+    cancel_midway(bench, 300)
     grown = sum(resident_bytes(pid) for pid in pids) - before
     bench.cluster.wait_idle()
     bench.check()
-    assert grown < 800 * 20_000, f"{grown / 800:.0f} bytes a cancelled stream"
+    assert grown < 300 * 20_000, f"{grown / 300:.0f} bytes a cancelled stream"
 
 
 def cancel_midway(bench: CancelBench, number: int) -> None:
