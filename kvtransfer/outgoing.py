@@ -25,7 +25,7 @@ class OutgoingState(enum.Enum):
 class TransferStats:
     """What an attempt, or all of a worker's, has written."""
 
-    parts: int = 0  # that arrived
+    parts: int = 0  # that arrived, empty ones not counted
     pieces: int = 0  # in those
     blocks: int = 0
     num_bytes: int = 0
@@ -151,7 +151,9 @@ class Outgoing:
             self.abort(finished.error)
             return 0
         num_bytes = part.blocks * self._block_bytes
-        self.stats.add(TransferStats(int(part.notification is not None), len(part.pieces), part.blocks, num_bytes))
+        # A part without blocks says that its writer lives, and one without a notification is a measurement.
+        parts = int(bool(part.pieces) and part.notification is not None)
+        self.stats.add(TransferStats(parts, len(part.pieces), part.blocks, num_bytes))
         if finished.handle == self._last_handle and self._state is OutgoingState.PENDING:
             self._state = OutgoingState.DONE
         self._post_last_when_due()
