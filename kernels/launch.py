@@ -43,7 +43,7 @@ def power_of_two(value: int, least: int = 1) -> int:
 
 
 @triton.jit
-def narrow(x: Any, like: Any) -> Any:
+def narrow(x: tl.tensor, like: tl.tensor) -> tl.tensor:
     """`x`, float32, in `like`'s element type, rounded to nearest even: interpreted, a conversion would truncate."""
     if _INTERPRETED and like.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)

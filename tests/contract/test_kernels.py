@@ -25,6 +25,16 @@ def test_every_kernel_meets_its_contract_interpreted() -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled by every test")
+def test_every_kernel_compiles_for_an_h200() -> None:
+    """The interpreter runs kernels as Python, and accepts what the compiler refuses."""
+    command = [sys.executable, "-m", "paceline.testing.compile_only"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1140)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
 def test_serving_on_a_cpu_never_imports_triton() -> None:
     """It costs seconds and memory, and a machine without a GPU may lack it."""
     program = """

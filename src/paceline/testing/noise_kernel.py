@@ -1,7 +1,5 @@
 """Lays open what the sampling kernel draws, for its tests."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,7 @@ from paceline.kernels.sampling import exponential_noise, random_bits
 
 
 @triton.jit
-def _noise(keys: Any, tokens: Any, bits: Any, noise: Any, COUNT: tl.constexpr) -> None:
+def _noise(keys: tl.tensor, tokens: tl.tensor, bits: tl.tensor, noise: tl.tensor, COUNT: tl.constexpr) -> None:
     row = tl.program_id(0)
     lane = tl.arange(0, COUNT)
     key, token = tl.load(keys + row), tl.load(tokens + lane)
