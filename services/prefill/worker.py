@@ -101,14 +101,18 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
 
     def _write_to(self, command: WriteTo) -> None:
         handoff = self._handoffs.get(command.attempt)
-        if handoff is None or handoff.outgoing is not None:
-            return  # aborted while its claim was under way, or granted twice
+        if handoff is None:
+            return  # aborted while its claim was under way
         try:
-            self.agent.connect_peer(command.target, command.agent, command.fingerprint)
-            outgoing = self.agent.outgoing(command.target, command.attempt.reservation_id, command.attempt.number)
+            self._open(handoff, command)
         except PacelineError as error:
             self._give_up(handoff, error)
-            return
+
+    def _open(self, handoff: Handoff, command: WriteTo) -> None:
+        if handoff.outgoing is not None:
+            return  # granted twice
+        self.agent.connect_peer(command.target, command.agent, command.fingerprint)
+        outgoing = self.agent.outgoing(command.target, command.attempt.reservation_id, command.attempt.number)
         handoff.grant(outgoing, command.blocks, command.held_tokens, time.monotonic())
 
     def _abort(self, command: AbortAttempt) -> None:
@@ -150,6 +154,17 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         """Notes what has arrived before each chunk."""
         for handoff in self._handoffs.values():
             handoff.chunk_begins()
+
+    def handle_between_layers(self, command: PrefillCommand) -> bool:
+        """Takes in a grant: the target counts our silence from its claim on, and only an open way can break it."""
+        handoff = self._handoffs.get(command.attempt) if isinstance(command, WriteTo) else None
+        if handoff is None or not isinstance(command, WriteTo):
+            return False
+        try:
+            self._open(handoff, command)
+        except PacelineError:
+            return False  # after the step, where the engine can let go of the prompt, it fails again
+        return True
 
     def between_layers(self) -> None:
         """A step may take longer than targets wait for a sign of life."""

@@ -64,6 +64,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """What this round has to tell the front."""
         self._link = link
         self._during_step: list[AgentEvents] = []
+        self._deferred: list[Command | Ping] = []  # came during a step, and wait for its end
         self._reported: object = None
         self._pinged = False
 
@@ -73,6 +74,13 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def before_step(self) -> None:
         """Called before each step."""
+
+    def handle_between_layers(self, _command: Command) -> bool:
+        """Carries out a command that must not wait for the end of a step; False for one that can, as most.
+
+        The engine is in the middle of a step then, and must not be touched.
+        """
+        return False
 
     def between_layers(self) -> None:
         """Called between the layers of a step, which is not to change what the step computes."""
@@ -116,7 +124,8 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def round(self) -> None:
         """Once through everything there is to do now; never waits."""
-        for command in self._link.receive_all():
+        deferred, self._deferred = self._deferred, []
+        for command in [*deferred, *self._link.receive_all()]:
             if isinstance(command, Ping):
                 self._pinged = True
             else:
@@ -147,6 +156,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """Between two layers: keeps transfers going, and leaves what they did until the step is over."""
         if (self.agent.busy or self.awaiting) and (events := self.agent.poll()):
             self._during_step.append(events)
+        for command in self._link.receive_all():
+            if isinstance(command, Ping) or not self.handle_between_layers(command):
+                self._deferred.append(command)
         self.between_layers()
 
     def _transfer(self, activity: Activity) -> Activity:
@@ -177,7 +189,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def _sleep(self) -> bool:
         """Waits for the next thing to do; True when the front is gone."""
-        if self.engine.has_work:
+        if self.engine.has_work or self._deferred:
             timeout: float | None = 0.0
         elif self.agent.busy or self.awaiting:
             timeout = POLL_S

@@ -75,6 +75,36 @@ def test_a_call_is_answered_before_the_step_that_follows_it(pair: Pair, monkeypa
     assert [stopped.found for stopped in answered] == [False]
 
 
+def test_a_grant_that_comes_during_a_step_is_taken_in_before_its_end(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.decode.round()
+    pair.start("r", PROMPT, GREEDY)
+    step, opened = pair.prefill.engine.step, []
+
+    def step_with_a_grant(*, tick: Callable[[], None]) -> StepOutput:
+        def tick_after_the_grant() -> None:
+            tick()
+            opened.append(pair.prefill.next_deadline() is not None)  # a sign of life is due: the way is open
+
+        if not opened:
+            pair.claim("r")
+            pair.reserve("second", PROMPT, GREEDY)
+            pair.start("second", PROMPT, GREEDY)  # must wait: the engine is in the middle of a step
+        return step(tick_after_the_grant)
+
+    monkeypatch.setattr(pair.prefill.engine, "step", step_with_a_grant)
+    pair.prefill.round()
+    assert opened[0]
+    assert pair.prefill.load.waiting + pair.prefill.load.running == 1
+    pair.prefill.round()
+    assert pair.prefill.load.waiting + pair.prefill.load.running == 2
+    pair.claim("second")
+    pair.pump_until_idle()
+    assert [over.blocks_landed for over in pair.take_decode(Over)] == [7, 7]
+
+
 def test_parts_arrive_while_later_chunks_are_to_be_computed(pair: Pair) -> None:
     hand_over(pair, "r", PROMPT, GREEDY)
     pair.pump_until_idle()
