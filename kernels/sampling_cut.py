@@ -137,22 +137,23 @@ def _tally(
     most = tl.max(tl.load(peaks + row * PARTS + every, mask=every < PARTS, other=float("-inf")), axis=0)
     lane = tl.arange(0, TOKENS)
     digit = tl.arange(0, 16)
-    counts = tl.zeros([TOKENS, 16], tl.float32)
-    masses = tl.zeros([TOKENS, 16], tl.float64)
+    # Tokens along the second axis: a thread then has one token and all digits, and no weight is computed twice.
+    counts = tl.zeros([16, TOKENS], tl.float32)
+    masses = tl.zeros([16, TOKENS], tl.float64)
     for first in range(part * PART, tl.minimum((part + 1) * PART, vocab), TOKENS):
         token = first + lane
         x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         key = ordered(x)
         live = (token < vocab) & ((key >> (32 - 4 * LEVEL)) == prefix)
         if tl.max(live.to(tl.int32), axis=0) > 0:  # After a few levels hardly any are.
-            hit = live[:, None] & (((key >> (28 - 4 * LEVEL)) & 15)[:, None] == digit[None, :])
+            hit = live[None, :] & (((key >> (28 - 4 * LEVEL)) & 15)[None, :] == digit[:, None])
             weight = tl.exp((x.to(tl.float64) - most.to(tl.float64)) / heat)
-            masses += tl.where(hit, weight[:, None], 0.0)
+            masses += tl.where(hit, weight[None, :], 0.0)
             if not BY_MASS:
                 counts += tl.where(hit, 1.0, 0.0)
     at = bins + (row * PARTS + part) * 32 + digit
-    tl.store(at, tl.sum(counts, axis=0).to(tl.float64))
-    tl.store(at + 16, tl.sum(masses, axis=0))
+    tl.store(at, tl.sum(counts, axis=1).to(tl.float64))
+    tl.store(at + 16, tl.sum(masses, axis=1))
 
 
 @triton.jit
