@@ -152,6 +152,10 @@ class CancelGround:
         if self._reservations(state) != 1:
             raise Missed
 
+    def _await_end(self, ended: float) -> None:
+        """Waits until one reservation more than `ended` has ended."""
+        wait_for(lambda: self._ended() == ended + 1, "the reservation's end")
+
     def _await_chunks(self, before: float) -> None:
         """Waits until the prefill worker is amid a prompt, having computed `before` tokens so far. Raises Missed."""
 

@@ -183,12 +183,15 @@ class CancelBench(CancelGround):
     def _filling(self, tally: Tally, number: int) -> None:
         """The prefill engine stands with the claim granted and parts written: the blocks are in quarantine first."""
         for _ in range(number):
+            filling = self._ended(state="filling")
             with self._counting(tally, "filling") as before, self.ask(PROMPT_TOKENS) as probe:
                 self._await_state("filling", before)
                 with self._stopped(self._engine["prefill-0"]):
                     self._cancel(probe)
-                    wait_for(lambda: self._load("decode-0").quarantined_blocks > 0, "the quarantine")
-                    assert not self._pool_is_whole("decode-0"), "a stopped writer's blocks were freed"
+                    self._await_end(before)
+                    if self._ended(state="filling") > filling:
+                        held = self._load("decode-0")
+                        assert 0 < held.quarantined_blocks == held.total_blocks - held.free_blocks, held
             self._await_stop(tally)
 
     def _handed_over(self, tally: Tally, number: int) -> None:
@@ -241,6 +244,6 @@ class CancelBench(CancelGround):
         before, all_before = self._ended(state=state, cause="stream_lost"), self._ended()
         with suppress(Missed):
             yield all_before
-        wait_for(lambda: self._ended() == all_before + 1, "the reservation's end")
+        self._await_end(all_before)
         tally.tries += 1
         tally.hits += int(self._ended(state=state, cause="stream_lost") - before)
