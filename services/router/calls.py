@@ -183,7 +183,7 @@ class WorkerClient:
             sampling=wire.sampling_to_proto(job.sampling),
             reservation_id=job.reservation_id,
             attempt=attempt,
-            decode=peer_to_proto(decode),
+            decode=target_to_proto(decode),
             timeout=wire.duration(job.timeout_s),
         )
         return PrefillCall(self._stub.Prefill(request, timeout=job.timeout_s + _LATE_S), self.info)
@@ -229,8 +229,8 @@ class WorkerClient:
             )
 
 
-def peer_to_proto(info: WorkerInfo) -> common_pb2.Peer:
-    """A worker for the wire, as its peers need it."""
+def target_to_proto(info: WorkerInfo) -> common_pb2.Peer:
+    """A decode worker, as a prefill worker is told of its target. What proves it comes from the registry alone."""
     return common_pb2.Peer(worker=wire.key_to_proto(info.key), role=wire.role_to_proto(info.role), address=info.address)
 
 

@@ -14,8 +14,7 @@ from paceline.errors import Draining, InvalidRequest, PacelineError, RequestCanc
 from paceline.log import bound
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
 from paceline.services.router.answer import Answer, Piece, Summary
-from paceline.services.router.calls import peer_to_proto
-from paceline.services.router.enrolment import read_key, read_worker, worker_to_proto
+from paceline.services.router.enrolment import peer_to_proto, read_key, read_worker, worker_to_proto
 from paceline.services.router.prompt import PromptReader, read_request_id
 from paceline.services.router.relay import Means, Relay
 from paceline.types import RequestId, Role
@@ -148,7 +147,7 @@ class RouterFace(router_pb2_grpc.RouterServicer):
         """Makes a worker known."""
         async with wire.answering_errors(context):
             info = read_worker(request.info, model=self._reader.model)
-            self._means.fleet.register(info, wire.load_from_proto(request.load))
+            self._means.fleet.register(info, wire.load_from_proto(request.load), draining=request.draining)
             return router_pb2.RegisterResponse(
                 lease=wire.duration(self._lease_s),
                 heartbeat=wire.duration(self._heartbeat_s),

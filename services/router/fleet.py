@@ -62,9 +62,9 @@ class Fleet:
 
     # ---- the workers come and go -------------------------------------------------------------------------------------
 
-    def register(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    def register(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool = False) -> None:
         """Takes a worker in. Raises StaleEpoch."""
-        replaced = self.registry.register(info, load, now=self.now)
+        replaced = self.registry.register(info, load, draining=draining, now=self.now)
         if replaced is not None:
             _log.info("worker replaced", worker=str(replaced.key), by=str(info.key))
             self._forget(replaced)

@@ -29,15 +29,20 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     fingerprint: bytes  # canonical bytes of the message; compared, never read
     eos_token_ids: tuple[int, ...] = ()
+    lock_id: str = ""
+    claim_token: bytes = b""  # a secret between the workers: in answers to them, and nowhere else
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo({self.role.value} worker {self.key} at {self.address})"
 
 
 class Registered:
     """A worker as the router sees it."""
 
-    def __init__(self, info: WorkerInfo, load: WorkerLoad, *, now: float) -> None:
+    def __init__(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool, now: float) -> None:
         self.info = info
         self.load = load
-        self.draining = False
+        self.draining = draining
         self.last_seen = now
         self.suspect = False
         self.rests_until = -math.inf
@@ -117,7 +122,7 @@ class Registry:
         worker = self._workers.get(key.worker_id)
         return worker if worker is not None and worker.info.key == key else None
 
-    def register(self, info: WorkerInfo, load: WorkerLoad, *, now: float) -> WorkerInfo | None:
+    def register(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool = False, now: float) -> WorkerInfo | None:
         """Takes a worker in and returns the earlier life that it replaces, if there was one.
 
         The same epoch again is a new snapshot of the same life: what was given to it stays. Raises StaleEpoch where a
@@ -127,9 +132,9 @@ class Registry:
         if known is not None:
             self._reject_earlier(info.key, known)
             if known.info == info:
-                self._refresh(known, load, draining=False, now=now)
+                self._refresh(known, load, draining=draining, now=now)
                 return None
-        self._workers[info.key.worker_id] = Registered(info, load, now=now)
+        self._workers[info.key.worker_id] = Registered(info, load, draining=draining, now=now)
         return known.info if known is not None else None
 
     def heartbeat(self, key: WorkerKey, load: WorkerLoad, *, draining: bool, now: float) -> Registered:
