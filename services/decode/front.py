@@ -7,17 +7,25 @@ carries its orders to prefill workers (stop writing!) and their answers back, fo
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 from collections.abc import AsyncIterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import grpc
 import msgspec
 
-from paceline import wire
+from paceline import log, wire
 from paceline.config import DecodeConfig
-from paceline.errors import AlreadyLanded, InvalidRequest, PacelineError, UnsupportedFeature, WorkerLost
-from paceline.log import get_logger
+from paceline.errors import (
+    AlreadyLanded,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PacelineError,
+    UnsupportedFeature,
+    WorkerLost,
+)
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.decode.messages import (
     CallRefused,
@@ -35,7 +43,7 @@ from paceline.services.decode.messages import (
     Reserved,
     StopWriter,
     WriteGranted,
-    WriterReborn,
+    WriterDead,
     WriterStopped,
 )
 from paceline.services.worker.convert import fingerprint_from_proto, fingerprint_to_proto
@@ -44,8 +52,9 @@ from paceline.services.worker.peers import PeerChannels
 from paceline.services.worker.registration import PeerInfo
 from paceline.types import ReservationId, Role, WorkerKey, check_prompt
 
-_log = get_logger(__name__)
+_log = log.get_logger(__name__)
 
+_TELL_AGAIN_S: Final = 0.2
 _STOP_CALL_S: Final = 60.0
 """How long a prefill worker may take to stop. It answers between two steps, and a loaded machine takes its time; a dead
 one fails the call at once."""
@@ -67,6 +76,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         self._streams: dict[ReservationId, asyncio.Queue[StreamEvent | PacelineError]] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._call_ids = itertools.count(1)
+        self._writers: dict[WorkerKey, str] = {}  # that were granted blocks, and the start locks that they hold
         self._stopping: set[StopWriter] = set()  # orders whose answers are awaited
         self._channels = PeerChannels()
 
@@ -82,9 +92,25 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         return len(self._streams)
 
     def peer_found(self, peer: PeerInfo) -> None:
-        """A new life of a prefill worker proves the earlier ones dead, for it holds their start lock."""
+        """A new life of a prefill worker proves those earlier ones dead that held the very lock that it holds."""
         self._channels.replaced(peer.key)
-        self.send(WriterReborn(by=peer.key))
+        self._proves(peer.key, peer.lock_id)
+
+    def _proves(self, later: WorkerKey, lock_id: str) -> None:
+        """`later` holds `lock_id`: earlier writers that held it cannot write any more. Others, elsewhere, may."""
+        for writer, held in list(self._writers.items()):
+            if writer.worker_id == later.worker_id and writer.epoch < later.epoch and held == lock_id != "":
+                del self._writers[writer]
+                self.background(self._tell_dead(writer))
+
+    async def _tell_dead(self, writer: WorkerKey) -> None:
+        """Told until the engine takes it: nothing else frees what that writer left in quarantine."""
+        while True:
+            try:
+                self.send(WriterDead(writer=writer))
+                return
+            except Overloaded:
+                await asyncio.sleep(_TELL_AGAIN_S)
 
     def fail_all(self, error: PacelineError) -> None:
         """Ends every stream and call with the error."""
@@ -151,34 +177,46 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.DecodeGenerateResponse]:
         """One request; see the proto."""
         async with wire.answering_errors(context):
+            log.bind(request_id=request.request_id, reservation=request.reservation_id)
             command = await asyncio.to_thread(self._validated, request)
             reservation = command.reservation_id
             if reservation in self._streams:
                 raise InvalidRequest("reservation_id", f"{reservation!r} is in use: each request needs one of its own")
             stream = self._streams[reservation] = asyncio.Queue()
-            over = False
+            deadline = _deadline(request)
+            cause: Literal["stream_lost", "deadline"] | None = "stream_lost"
             try:
                 self.send(command)
-                while not over:
-                    event = await stream.get()
+                while cause is not None:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            event = await stream.get()
+                    except TimeoutError:
+                        cause = "deadline"
+                        raise DeadlineExceeded(f"request {request.request_id!r} ran out of time") from None
                     if isinstance(event, PacelineError):
                         raise event
-                    over = isinstance(event, Over)
+                    if isinstance(event, Over):
+                        cause = None
                     yield self._response(event)
             finally:
                 del self._streams[reservation]
-                if not over:
-                    self.metrics.aborts.labels("stream_lost").inc()
-                    self.send(EndRequest(reservation_id=reservation, stream_lost=True))
+                if cause is not None:
+                    self.metrics.aborts.labels(cause).inc()
+                    self.send(EndRequest(reservation_id=reservation, cause=cause))
 
     async def ClaimWrite(
         self, request: decode_pb2.ClaimWriteRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ClaimWriteResponse:
         """Makes a prefill worker the one writer; see the proto."""
         async with wire.answering_errors(context):
+            log.bind(reservation=request.reservation_id)
             self.check_epoch(request.decode_epoch)
             writer = wire.key_from_proto(request.writer)
-            await self.registration.resolve(writer)
+            peer = await self.registration.resolve(writer)
+            if not hmac.compare_digest(peer.claim_token, request.claim_token):
+                raise InvalidRequest("claim_token", f"is not the one that {writer} registered with")
+            self._writers[writer] = peer.lock_id
             call_id, answer = self._call()
             self.send(
                 ClaimWrite(
@@ -347,9 +385,16 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         finally:
             self._stopping.discard(order)
         if answer.epoch > order.writer.epoch:
-            self.send(WriterReborn(by=WorkerKey(order.writer.worker_id, answer.epoch)))
+            self._proves(WorkerKey(order.writer.worker_id, answer.epoch), answer.lock_id)
         else:
             self.send(WriterStopped(reservation_id=order.reservation_id, attempt=order.attempt, writer=order.writer))
+
+
+def _deadline(request: decode_pb2.DecodeGenerateRequest) -> float | None:
+    """On the loop's clock; None where the request has none."""
+    if not request.HasField("timeout"):
+        return None
+    return asyncio.get_running_loop().time() + wire.seconds(request.timeout)
 
 
 async def serve(config: DecodeConfig) -> int:

@@ -58,6 +58,8 @@ class Land(Generic[B]):
     attempt: int
     blocks: B
     first_tokens: tuple[int, ...]
+    landed_parts: int = 0  # with blocks
+    landed_blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Part:
     part: int
     last: bool = False
     first_tokens: tuple[int, ...] = ()  # token ids that P sampled; they come with the last part
+    num_blocks: int = 0  # that came with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ class Reservation(Generic[B]):
     parts: frozenset[int] = frozenset()
     total_parts: int | None = None  # known once the last part is there
     first_tokens: tuple[int, ...] = ()
+    landed_parts: int = 0  # with blocks
+    landed_blocks: int = 0
 
     @property
     def may_be_written(self) -> bool:
@@ -247,12 +249,20 @@ def _take(r: Reservation[B], part: Part, now: float) -> Step[B]:
     if contradictory or (total is not None and max(parts) >= total):
         return Step(r, ignored=Ignored.CONTRADICTORY_PART)
     first_tokens = part.first_tokens if part.last else r.first_tokens
-    after = replace(r, parts=parts, total_parts=total, first_tokens=first_tokens, deadline=now + r.patience.silence_s)
+    after = replace(
+        r,
+        parts=parts,
+        total_parts=total,
+        first_tokens=first_tokens,
+        landed_parts=r.landed_parts + (part.num_blocks > 0),
+        landed_blocks=r.landed_blocks + part.num_blocks,
+        deadline=now + r.patience.silence_s,
+    )
     if len(parts) != total:
         return Step(after)
     assert r.blocks is not None, "a reservation that is written to has its blocks"
     landed = replace(after, state=State.LANDED, blocks=None, deadline=None)
-    return Step(landed, (Land(r.id, r.attempt, r.blocks, first_tokens),))
+    return Step(landed, (Land(r.id, r.attempt, r.blocks, first_tokens, after.landed_parts, after.landed_blocks),))
 
 
 def _end(r: Reservation[B], cause: EndCause) -> Step[B]:

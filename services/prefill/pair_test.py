@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable
 from typing import Final, Protocol
 
 import grpc
@@ -16,7 +17,7 @@ import msgspec
 
 from paceline import wire
 from paceline.config import PrefillConfig
-from paceline.errors import PacelineError, SlowTransport, TransferFailed
+from paceline.errors import FingerprintMismatch, PacelineError, SlowTransport, TransferFailed
 from paceline.log import get_logger
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc
 from paceline.services.prefill.messages import Attempt, Measured, MeasureTo
@@ -41,6 +42,7 @@ class _Worker(Protocol):
     key: WorkerKey
     ready: Ready
     registration: Registration
+    claim_token: bytes
 
     def send(self, command: msgspec.Struct) -> None:
         """Queues a command for the engine."""
@@ -82,7 +84,10 @@ class PairTests:
             if not self._worker.registration.knows(peer.key):
                 return  # that life is over
             try:
-                speed = await asyncio.wait_for(self._measure(peer), _TIMEOUT_S)
+                speed = await asyncio.wait_for(self._measure(peer, number), _TIMEOUT_S)
+            except FingerprintMismatch as error:
+                _log.warning("pair does not fit", decode=str(peer.key), error=error.message)
+                return
             except (PacelineError, grpc.RpcError, TimeoutError) as error:
                 reason = wire.error_from_rpc(error) if isinstance(error, grpc.RpcError) else error
                 _log.info("pair not measured", decode=str(peer.key), attempt=number + 1, error=str(reason))
@@ -104,12 +109,14 @@ class PairTests:
             )
             return
 
-    async def _measure(self, peer: PeerInfo) -> float:
-        """Bytes a second."""
+    async def _measure(self, peer: PeerInfo, number: int) -> float:
+        """Bytes a second. Each further try takes fewer blocks: the other pool may be smaller."""
         stub = decode_pb2_grpc.DecodeStub(self._channels.to(peer))
         attempt = Attempt(ReservationId(f"pair-test-{uuid.uuid4().hex}"), 1)
         # A small share of the pool, so that a test never stands in a request's way.
-        num_blocks = max(1, min(_BLOCKS, self._worker.ready.limits.pool_blocks // 8))
+        limits = self._worker.ready.limits
+        fitting = min(limits.pool_blocks // 8, limits.context_tokens // BLOCK_TOKENS - 1)
+        num_blocks = max(1, min(_BLOCKS, fitting) >> number)
         stream = stub.Generate(
             decode_pb2.DecodeGenerateRequest(
                 request_id=attempt.reservation_id,
@@ -125,7 +132,7 @@ class PairTests:
             first = await stream.read()
             if first is grpc.aio.EOF or not first.HasField("reserved"):
                 raise TransferFailed(f"{peer.key} reserved nothing for a pair test")
-            granted = await stub.ClaimWrite(self._claim(attempt, peer))
+            granted = await _translated(stub.ClaimWrite(self._claim(attempt, peer)))
             self._worker.send(
                 MeasureTo(
                     attempt=attempt,
@@ -149,5 +156,13 @@ class PairTests:
             attempt=attempt.number,
             decode_epoch=peer.key.epoch,
             writer=wire.key_to_proto(self._worker.key),
+            claim_token=self._worker.claim_token,
             fingerprint=fingerprint_to_proto(self._worker.ready.fingerprint),
         )
+
+
+async def _translated(call: Awaitable[decode_pb2.ClaimWriteResponse]) -> decode_pb2.ClaimWriteResponse:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise wire.error_from_rpc(error) from error

@@ -1,7 +1,6 @@
 """The router's calls to one worker, in own types: the one place in the router's request path that speaks protobuf.
 
-A call is cancelled explicitly, by `cancel`. Closing a worker's client (it restarted, or its lease ended) fails its
-calls with WorkerLost.
+A call is cancelled explicitly, by `cancel`. Closing a worker's client (it restarted) fails its calls with WorkerLost.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ async def _failing_as(worker: WorkerInfo) -> AsyncIterator[None]:
         if task is not None and task.cancelling():
             raise
         # Nobody cancelled this task: the channel was closed under the call.
-        raise WorkerLost(f"{who} is gone: it restarted, or its lease has ended") from None
+        raise WorkerLost(f"{who} is gone: it restarted") from None
 
 
 def _load(message: Any) -> WorkerLoad | None:

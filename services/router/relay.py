@@ -285,9 +285,9 @@ class Relay:
     def _impatient(self, retry_after_s: float) -> PacelineError:
         waited = f"no place was found within the queue's {self._means.queue_timeout_s:g} s"
         if not self._means.fleet.has(Role.DECODE):
-            return NoWorker(f"{waited}: no decode worker is registered")
+            return NoWorker(f"{waited}: no live decode worker is registered")
         if not self._means.fleet.has(Role.PREFILL) and self._means.fleet.policy.local_prefill is LocalPrefill.NEVER:
-            return NoWorker(f"{waited}: no prefill worker is registered, and local_prefill is never")
+            return NoWorker(f"{waited}: no live prefill worker is registered, and local_prefill is never")
         return Overloaded(f"{waited}: every worker is full", retry_after_s=retry_after_s)
 
     def _out_of_time(self) -> DeadlineExceeded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -59,6 +60,8 @@ class WorkerFront(ABC, Generic[Config]):
         self.engine: EngineClient
         self.ready: Ready
         self.registration: Registration
+        self.claim_token = secrets.token_bytes(32)
+        self.lock_id: str
         self.metrics = metrics.WorkerMetrics(metrics.process_registry())
         self._address: str
         self._signalled: asyncio.Future[None]
@@ -157,7 +160,7 @@ class WorkerFront(ABC, Generic[Config]):
         port = _bind(server, config.host, config.port)
         run_dir = ensure_run_dir(config.run_dir)
         lock = await asyncio.to_thread(StartLock.acquire, run_dir, worker_name(config, port=port))
-        self.key = WorkerKey(lock.directory.name, lock.epoch)
+        self.key, self.lock_id = WorkerKey(lock.directory.name, lock.epoch), lock.identity
         log.configure(self.role.value, config.log_level, config.log_json, worker=str(self.key))
         endpoint = None
         try:
@@ -264,6 +267,8 @@ class WorkerFront(ABC, Generic[Config]):
             limits=wire.limits_to_proto(self.ready.limits),
             fingerprint=fingerprint_to_proto(self.ready.fingerprint),
             eos_token_ids=self.ready.eos_token_ids,
+            lock_id=self.lock_id,
+            claim_token=self.claim_token,
         )
 
     def _on_report(self, report: Report) -> None:
@@ -334,6 +339,7 @@ def _count(counted: metrics.WorkerMetrics, report: Report) -> None:
         counted.transfer_bytes.inc(num_bytes)
         counted.transfer_seconds.observe(seconds)
     counted.transfer_parts.labels("landed").inc(activity.parts_landed)
+    counted.transfer_parts.labels("sent").inc(activity.parts_sent)
     counted.transfer_failures.labels("write_failed").inc(activity.failed_writes)
     for state, number in report.reservations.items():
         counted.reservations.labels(state).set(number)

@@ -171,6 +171,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
                 activity = msgspec.structs.replace(
                     activity,
                     parts_landed=activity.parts_landed + len(events.parts),
+                    parts_sent=activity.parts_sent + sum(each.stats.parts for each in events.terminal),
                     writes=activity.writes + _writes(events),
                     failed_writes=activity.failed_writes + sum(each.error is not None for each in events.terminal),
                 )

@@ -96,8 +96,8 @@ class Pair:
         command = StartPrefill(attempt=Attempt(ReservationId(name), attempt), prompt=prompt, sampling=sampling)
         self._prefill_link.commands.append(command)
 
-    def claim(self, name: str, *, attempt: int = 1) -> WriteGranted:
-        """The prefill worker's claim, carried there and back."""
+    def claim(self, name: str, *, attempt: int = 1, most: int | None = None) -> WriteGranted:
+        """The prefill worker's claim, carried there and back; of the granted blocks, it hears of `most`."""
         self._calls += 1
         self._decode_link.commands.append(
             ClaimWrite(
@@ -115,7 +115,7 @@ class Pair:
             WriteTo(
                 attempt=Attempt(ReservationId(name), attempt),
                 target=self.decode_key,
-                blocks=granted.blocks,
+                blocks=granted.blocks[:most],
                 held_tokens=granted.held_tokens,
                 agent=granted.agent,
                 fingerprint=self.fingerprint,
@@ -125,7 +125,7 @@ class Pair:
 
     def cancel(self, name: str) -> None:
         """The router's stream to the decode worker is gone."""
-        self._decode_link.commands.append(EndRequest(reservation_id=ReservationId(name), stream_lost=True))
+        self._decode_link.commands.append(EndRequest(reservation_id=ReservationId(name), cause="stream_lost"))
 
     def retarget(self, name: str, *, attempt: int = 1, local: bool = False) -> None:
         """The router gives an attempt up."""

@@ -287,3 +287,56 @@ def test_many_requests_share_small_pools_and_each_ends_once(tmp_path: Path) -> N
     answers = {name: pair.tokens(name) for name in expected}
     assert all(len(answer) == 8 for answer in answers.values())
     assert pair.idle
+
+
+def test_a_grant_for_another_prompt_fails_the_hand_off_and_the_engine_lives_on(pair: Pair) -> None:
+    pair.reserve("r", PROMPT[:16], GREEDY)
+    pair.decode.round()
+    pair.start("r", PROMPT, GREEDY)
+    pair.claim("r")
+    pair.pump(8)
+    [failed] = pair.take_prefill(PrefillFailed)
+    assert failed.failure.reason == "TRANSFER_FAILED"
+    assert failed.target == pair.decode_key
+    pair.cancel("r")
+    pair.pump_until_idle()
+    pair.take_decode(Over)
+    hand_over(pair, "s", PROMPT, GREEDY)
+    pair.pump_until_idle()
+    assert len(pair.tokens("s")) == 8
+
+
+def test_a_prompt_of_which_only_a_part_landed_is_never_run(pair: Pair) -> None:
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.decode.round()
+    pair.start("r", PROMPT[:16], GREEDY)
+    pair.claim("r", most=1)
+    pair.pump_until_idle()
+    over = pair.over("r")
+    assert over.failure is not None
+    assert over.failure.reason == "TRANSFER_FAILED"
+    assert "1 blocks landed for a prompt of 100 tokens" in over.failure.message
+    assert pair.tokens("r") == []
+
+
+def test_blocks_of_a_given_up_attempt_are_not_counted_among_those_that_landed(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.pump(3)
+    pair.retarget("r")
+    pair.decode.round()
+    pair.start("r", PROMPT, GREEDY, attempt=2)
+    pair.claim("r", attempt=2)
+    pair.pump_until_idle()
+    assert pair.over("r").blocks_landed == 7
+
+
+def test_a_computed_prompt_that_nobody_claims_is_let_go(pair: Pair) -> None:
+    pair.start("r", PROMPT, GREEDY)
+    pair.pump(20)
+    assert len(pair.first_tokens()) == 1
+    due = pair.prefill.next_deadline()
+    assert due is not None
+    pair.prefill.expire(due - 0.1)
+    assert not pair.idle
+    pair.prefill.expire(due)
+    assert pair.idle

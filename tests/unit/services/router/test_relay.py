@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from paceline.errors import (
@@ -530,12 +531,47 @@ async def test_a_newer_epoch_ends_the_requests_of_the_older_one(cluster: Cluster
         await decode.seen_cancelled()
 
 
-async def test_a_lease_that_ends_frees_its_requests(cluster: Clusters) -> None:
-    c = await cluster(lease_s=0.3, heartbeat_s=0.1, queue_timeout_s=0.5)
+async def test_a_lease_that_ends_gets_nothing_new_and_its_streams_go_on(cluster: Clusters) -> None:
+    c = await cluster(lease_s=0.3, heartbeat_s=0.1, queue_timeout_s=0.2)
     asking = c.router.ask()
-    await c.decode.next_call()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
     await c.router.until(workers=0)
-    assert isinstance(await asking.error(), NoWorker)
+    assert isinstance(await c.router.ask().error(), NoWorker)
+    await prefill.reply(ids_of("a"))
+    assert (await asking.piece()).text == "a"
+    await c.router.register(c.decode)
+    await decode.tokens(0, ids_of("ab"))
+    await c.router.until(workers=0)
+    await decode.tokens(2, ids_of("c"))
+    await decode.finish()
+    await asking.finish()
+    assert asking.text == "abc"
+    assert not c.router.server.fleet._clients
+
+
+async def test_a_life_whose_lease_has_ended_loses_its_requests_to_a_newer_one(cluster: Clusters) -> None:
+    c = await cluster(lease_s=0.3, heartbeat_s=0.1)
+    asking = c.router.ask()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
+    await prefill.reply(ids_of("a"))
+    await asking.piece()
+    await c.router.until(workers=0)
+    async with scripted_decode("d0", epoch=2) as restarted:
+        await c.router.register(restarted)
+        assert isinstance(await asking.error(), WorkerLost)
+
+
+async def test_a_worker_with_a_hung_engine_gets_no_request(cluster: Clusters) -> None:
+    c = await cluster(prefill=2)
+    hung, well = c.prefills
+    await c.router.heartbeat(hung, load=msgspec.structs.replace(hung.load, tick_age_ms=6_000.0))
+    for _ in range(3):
+        asking = c.router.ask()
+        await (await well.next_call()).reply(ids_of("a"), finish=FinishReason.STOP)
+        await asking.finish()
+    assert hung.idle
 
 
 # ---- the client leaves -----------------------------------------------------------------------------------------------
