@@ -19,7 +19,6 @@ from paceline.errors import StaleEpoch, UnknownWorker
 from paceline.services.router.placement import WorkerView
 from paceline.types import Limits, Role, WorkerKey, WorkerLoad
 
-
 STALLED_S: Final = 5.0
 """An engine whose loop has not come round for so long gets nothing new: its front goes on beating with the last load of
 an idle engine. Long against a step, and short against the wait of whoever would be sent there."""
