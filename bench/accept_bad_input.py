@@ -20,7 +20,14 @@ from paceline.protos import router_pb2
 from paceline.testing.broken_models import write_model
 from paceline.testing.cluster import Cluster
 from paceline.testing.hostile import Case, ask, generate, router_cases
-from paceline.testing.hostile_workers import Tiers, decode_cases, misfit_claims, prefill_cases, prefill_for_nothing
+from paceline.testing.hostile_workers import (
+    Tiers,
+    claim_tokens,
+    decode_cases,
+    misfit_claims,
+    prefill_cases,
+    prefill_for_nothing,
+)
 from paceline.testing.scrape import wait_for
 from paceline.testing.traffic import Traffic
 from processes import load_average
@@ -55,7 +62,8 @@ def attack(report: Report, cluster: Cluster) -> None:
     """Everything that can be sent."""
     with cluster.client() as client:
         info, loads = client.model_info(), client.loads()
-    tiers = Tiers(prefill=by_id(loads, "prefill-0"), decode=by_id(loads, "decode-0"))
+    decode = by_id(loads, "decode-0")
+    tiers = Tiers(by_id(loads, "prefill-0"), decode, claim_tokens(cluster.address, decode))
     misfits = [by_id(loads, "prefill-1"), by_id(loads, "prefill-2")]
     against(report, "router", cluster.address, router_cases(info.model, info.limits))
     check_double_id(report, cluster.address)

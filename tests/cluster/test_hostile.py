@@ -8,7 +8,14 @@ import pytest
 from paceline import wire
 from paceline.testing.cluster import Cluster
 from paceline.testing.hostile import Case, router_cases
-from paceline.testing.hostile_workers import Tiers, decode_cases, misfit_claims, prefill_cases, prefill_for_nothing
+from paceline.testing.hostile_workers import (
+    Tiers,
+    claim_tokens,
+    decode_cases,
+    misfit_claims,
+    prefill_cases,
+    prefill_for_nothing,
+)
 from paceline.testing.traffic import Traffic
 
 pytestmark = pytest.mark.cluster
@@ -22,7 +29,7 @@ def test_bad_requests_get_their_error_and_a_good_stream_beside_them_its_tokens()
         with cluster.client() as client:
             info = client.model_info()
         prefill, decode = cluster.worker("prefill", 0), cluster.worker("decode", 0)
-        tiers = Tiers(prefill, decode)
+        tiers = Tiers(prefill, decode, claim_tokens(cluster.address, decode))
         # A model without a tokenizer: what is said of text and chats has a check of its own.
         cases = [
             case

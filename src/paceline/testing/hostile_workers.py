@@ -5,16 +5,24 @@ that do not fit. Each names what was meant and what is.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
 
 from paceline import wire
 from paceline.client import Worker
-from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from paceline.protos import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+)
 from paceline.testing.hostile import CALL_S, Case
 from paceline.types import WorkerKey
 
@@ -29,6 +37,28 @@ class Tiers:
 
     prefill: Worker
     decode: Worker
+    tokens: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Claim tokens by worker id: with its own, a claim is judged by what else it says."""
+
+
+def claim_tokens(router: str, decode: Worker) -> dict[str, bytes]:
+    """What a decode worker hears of the prefill workers, by their ids: here one that takes no requests asks."""
+    with grpc.insecure_channel(decode.address) as channel:
+        request = decode_pb2.DecodeGetServerInfoRequest()
+        server = _STUBS["decode"](channel).GetServerInfo(request, timeout=CALL_S).server
+    info = common_pb2.WorkerInfo(
+        worker=common_pb2.WorkerKey(worker_id="onlooker", epoch=1),
+        role=common_pb2.ROLE_DECODE,
+        address="127.0.0.1:9",
+        model=server.model,
+        limits=server.limits,
+        fingerprint=server.fingerprint,
+    )
+    with grpc.insecure_channel(router) as channel:
+        registered = router_pb2_grpc.RouterStub(channel).Register(
+            router_pb2.RegisterRequest(info=info, draining=True), timeout=CALL_S
+        )
+    return {peer.worker.worker_id: peer.claim_token for peer in registered.peers}
 
 
 def prefill_cases(tiers: Tiers) -> Iterator[Case]:
@@ -85,6 +115,9 @@ def decode_cases(tiers: Tiers) -> Iterator[Case]:
     parts = (str(earlier), str(tiers.prefill.key))
     by_earlier = _claim(tiers, writer=wire.key_to_proto(earlier))
     yield Case("ClaimWrite by an earlier life", by_earlier, *STALE, parts)
+    forged = ("claim_token", str(tiers.prefill.key))
+    for token in (b"", b"\0" * 32):
+        yield Case(f"ClaimWrite in another's name, {len(token)} bytes", _claim(tiers, claim_token=token), *BAD, forged)
     for attempt in (0, 2, 2**32 - 1):
         parts = (f"attempt {attempt}", "current")
         wrong = _claim(tiers, attempt=attempt)
@@ -196,7 +229,9 @@ def _claim(
                 "writer": wire.key_to_proto(tiers.prefill.key),
                 "fingerprint": pool,
             }
-            request = decode_pb2.ClaimWriteRequest(**{**good, **changes})
+            claim = {**good, **changes}
+            claim.setdefault("claim_token", tiers.tokens.get(claim["writer"].worker_id, b""))
+            request = decode_pb2.ClaimWriteRequest(**claim)
             return _STUBS["decode"](channel).ClaimWrite(request, timeout=CALL_S)
 
     return call
