@@ -14,13 +14,15 @@ import grpc
 import msgspec
 
 from paceline import wire
-from paceline.errors import EngineError, WorkerLost
+from paceline.errors import DeadlineExceeded, EngineError, WorkerLost
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.router.registry import WorkerInfo
 from paceline.types import FinishReason, ReservationId, Role, SamplingParams, WorkerLoad
 
-CONTROL_TIMEOUT_S: Final = 5.0
-"""Bound on Retarget and Abort, which a live worker answers at once."""
+ABORT_TIMEOUT_S: Final = 5.0
+"""Bound on Abort, which a live worker answers at once."""
+RETARGET_TIMEOUT_S: Final = 30.0
+"""Bound on Retarget, which a decode worker answers between two steps of its engine."""
 _LATE_S: Final = 2.0
 """A worker's own deadline comes this much later than the router's, which is the one that is reported."""
 
@@ -208,7 +210,7 @@ class WorkerClient:
             to=decode_pb2.RETARGET_TO_LOCAL if local else decode_pb2.RETARGET_TO_REMOTE,
         )
         async with _failing_as(self.info):
-            answer = await self._stub.Retarget(request, timeout=CONTROL_TIMEOUT_S)
+            answer = await self._stub.Retarget(request, timeout=RETARGET_TIMEOUT_S)
         load = _load(answer)
         match answer.WhichOneof("outcome"):
             case "attempt":
@@ -224,7 +226,7 @@ class WorkerClient:
         """Ends a request on a decode worker by its reservation."""
         async with _failing_as(self.info):
             await self._stub.Abort(
-                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id), timeout=CONTROL_TIMEOUT_S
+                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id), timeout=ABORT_TIMEOUT_S
             )
 
 
@@ -241,6 +243,9 @@ async def _failing_as(worker: WorkerInfo) -> AsyncIterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         own = wire.error_from_rpc(error)
+        if isinstance(own, DeadlineExceeded) and not wire.is_own(error):
+            # A bound of this router's on the call; the request's own deadline is the relay's to tell.
+            raise WorkerLost(f"{who} did not answer in time") from error
         raise (WorkerLost(f"{who} is lost: {own.message}") if type(own) is WorkerLost else own) from error
     except grpc.aio.UsageError as error:  # a call on a channel that is closed
         raise WorkerLost(f"{who} is gone") from error

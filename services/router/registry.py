@@ -4,7 +4,8 @@ Pure: every method that needs the time is passed it, in seconds of one monotonic
 add what the router has handed out to what a worker last reported, since a report may be a heart-beat old.
 
 A worker is placeable while its lease is alive, its engine goes round, it does not drain, and it is neither suspect nor
-resting: suspect until its next sign of life after a call to it failed, resting for a while after it refused for want of room.
+resting: suspect until its next sign of life after a call to it failed, resting for a while after it refused for want of
+room.
 """
 
 from __future__ import annotations

@@ -122,6 +122,7 @@ class Relay:
 
     async def _run(self) -> Summary:
         writer = asyncio.get_running_loop().create_task(self._outbox.run())
+        writer.add_done_callback(self._on_writer_done)
         try:
             return await self._serve_in_time()
         except PacelineError:
@@ -134,6 +135,13 @@ class Relay:
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    def _on_writer_done(self, writer: asyncio.Task[None]) -> None:
+        """A writer that broke would leave the request waiting for it."""
+        defect = None if writer.cancelled() else writer.exception()
+        if defect is not None:
+            _log.warning("writing to the client failed", exc_info=defect)
+            self.interrupt(EngineError(f"writing to the client failed: {type(defect).__name__}"))
 
     async def _serve_in_time(self) -> Summary:
         try:
