@@ -2,7 +2,7 @@
 
 The life of a request, in the router:
 
-1. `face` reads it into a valid `Request` (`prompt`), and gives it a `Relay`.
+1. `face` reads it into a valid `Request` (`prompt`, `reading`), and gives it a `Relay`.
 2. `admission`: it takes a ticket. Where its turn comes and `placement` finds room, it holds claims on a decode and a
    prefill worker; until then it waits, at most the queue's patience and its own deadline.
 3. `leg`: both workers are called at once under a fresh reservation id. A worker that refuses sends the request back to

@@ -114,7 +114,9 @@ class RouterServer:
             queue_timeout_s=config.queue_timeout_s,
             max_unacked_tokens=config.max_unacked_tokens,
         )
-        return RouterFace(means, reader, lease_s=config.lease_s, heartbeat_s=config.heartbeat_s)
+        return RouterFace(
+            means, reader, lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, queue_size=config.queue_size
+        )
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
