@@ -29,6 +29,7 @@ from paceline.errors import (
 )
 from paceline.protos import common_pb2, decode_pb2
 from paceline.services.router import calls, leg
+from paceline.services.router.outbox import Outbox
 from paceline.testing.router_bench import RouterBench, ids_of, router_bench
 from paceline.testing.scripted_workers import (
     OnRetarget,
@@ -37,7 +38,7 @@ from paceline.testing.scripted_workers import (
     scripted_decode,
     scripted_prefill,
 )
-from paceline.types import FinishReason, WorkerLoad
+from paceline.types import FinishReason, ReservationId, WorkerLoad
 
 W = TypeVar("W", ScriptedPrefill, ScriptedDecode)
 
@@ -352,6 +353,43 @@ async def test_a_retarget_that_is_not_answered_in_time_is_a_lost_worker(
     error = await asking.error()
     assert isinstance(error, WorkerLost) if delivered else isinstance(error, Overloaded)
     await decode.seen_cancelled()
+
+
+async def test_a_decode_workers_own_time_out_is_not_the_clients(cluster: Clusters) -> None:
+    c = await cluster(prefill=0)
+    asking = c.router.ask()
+    decode = await c.decode.next_call()
+    await decode.reserve()
+    await decode.tokens(0, ids_of("a"))
+    await asking.piece()
+    await decode.fail(DeadlineExceeded("a peer took too long"))
+    assert isinstance(await asking.error(), WorkerLost)
+
+
+async def test_a_bound_on_a_control_call_speaks_of_the_worker(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "RETARGET_TIMEOUT_S", 0.1)
+    c = await cluster()
+
+    async def never(_request: decode_pb2.RetargetRequest) -> decode_pb2.RetargetResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    c.decode.on_retarget = never
+    [client] = [client for client in c.router.server.fleet._clients.values() if client.info.key == c.decode.key]
+    with pytest.raises(WorkerLost, match="decode worker d0@1 did not answer in time"):
+        await client.retarget(ReservationId("r"), attempt=1, local=True)
+
+
+async def test_a_writer_that_breaks_ends_the_request(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_outbox: Outbox) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Outbox, "run", broken)
+    c = await cluster()
+    error = await c.router.ask().error()
+    assert isinstance(error, EngineError) and "ZeroDivisionError" in error.message
 
 
 @pytest.mark.parametrize("method", ["generate", "prefill"])
