@@ -99,4 +99,8 @@ def test_a_client_that_pings_often_keeps_its_stream_through_a_long_silence() -> 
             pieces = [router_pb2.GenerateResponse.FromString(piece) for piece in stream]
         assert pieces[-1].finish.usage.completion_tokens == 4
         with Client(cluster.address) as client:
-            assert client.complete([3] * 20, max_tokens=2, ignore_eos=True).finish.prefill_worker is not None
+            # The router gives a worker whose engine stood still nothing, until it hears that it came round.
+            wait_for(
+                lambda: client.complete([3] * 20, max_tokens=2, ignore_eos=True).finish.prefill_worker is not None,
+                "a prompt for the prefill worker",
+            )
