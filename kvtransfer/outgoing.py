@@ -90,6 +90,8 @@ class Outgoing:
         self._state = OutgoingState.PENDING
         self.error: str | None = None
         """Why the state is FAILED."""
+        self.lost = False
+        """True where the transport gave a write up, and not we the attempt."""
 
     def __repr__(self) -> str:
         return (
@@ -148,6 +150,7 @@ class Outgoing:
         if not self._outstanding:
             self.stats.seconds += self._clock() - self._under_way_since
         if finished.error is not None:
+            self.lost = True
             self.abort(finished.error)
             return 0
         num_bytes = part.blocks * self._block_bytes
@@ -193,6 +196,7 @@ class Outgoing:
         try:
             handle = self._transport.post(self._peer, part.pieces, part.notification)
         except TransferFailed as error:
+            self.lost = True
             self.abort(error.message)
             return None
         self._outstanding[handle] = part

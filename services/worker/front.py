@@ -64,6 +64,7 @@ class WorkerFront(ABC, Generic[Config]):
         self.lock_id: str
         self.metrics = metrics.WorkerMetrics(metrics.process_registry())
         self._address: str
+        self._metrics_port: int | None = None
         self._signalled: asyncio.Future[None]
         self._status = 0
         self._started = time.monotonic()
@@ -166,6 +167,7 @@ class WorkerFront(ABC, Generic[Config]):
         try:
             if config.metrics_port is not None:
                 endpoint = metrics.serve(config.metrics_port, config.host, self.metrics.registry)
+                self._metrics_port = endpoint.port
             self._address = advertised_address(config, port=port)
             self.engine = EngineClient.spawn(
                 self.engine_module, config, self.key, lock, report=self.report_type, on_report=self._on_report
@@ -200,7 +202,12 @@ class WorkerFront(ABC, Generic[Config]):
         await server.start()
         self.registration.start()
         await self._set_health(servicer, serving=True)
-        _log.info("serving", address=self._address, pool_blocks=self.ready.limits.pool_blocks)
+        _log.info(
+            "serving",
+            address=self._address,
+            metrics_port=self._metrics_port,
+            pool_blocks=self.ready.limits.pool_blocks,
+        )
         try:
             return await self._until_the_end(server, servicer, signalled)
         finally:

@@ -8,6 +8,7 @@ that an idle worker costs no CPU.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import time
@@ -29,6 +30,7 @@ from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failu
 from paceline.services.worker.process import be_born
 from paceline.types import WorkerLoad
 
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 POLL_S: Final = 200e-6
 """Longest time between two polls while a write is under way or awaited."""
 
@@ -173,7 +175,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
                     parts_landed=activity.parts_landed + len(events.parts),
                     parts_sent=activity.parts_sent + sum(each.stats.parts for each in events.terminal),
                     writes=activity.writes + _writes(events),
-                    failed_writes=activity.failed_writes + sum(each.error is not None for each in events.terminal),
+                    failed_writes=activity.failed_writes + sum(each.lost for each in events.terminal),
                 )
         return activity
 
@@ -219,6 +221,9 @@ def main(
     log.configure(service, config.log_level, config.log_json, worker=str(birth.worker))
     link: EngineLink[Any] = EngineLink(Path(birth.link_dir), commands)
     use_threads(config)
+    if config.host in _LOOPBACK:
+        # UCX listens for its peers on every interface else; whoever reaches it could write to the pool.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     try:
         host = build(config, birth.worker)
     except PacelineError as error:

@@ -26,6 +26,7 @@ from paceline.services.decode.worker import DecodeLoop
 from paceline.services.prefill.messages import AbortAttempt, Attempt, Prefilled, StartPrefill, Stopped, WriteTo
 from paceline.services.prefill.worker import PrefillLoop
 from paceline.services.worker.host import build
+from paceline.services.worker.messages import Activity, Report
 from paceline.types import ReservationId, SamplingParams, WorkerKey
 
 
@@ -35,6 +36,7 @@ class MemoryLink:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.events: list[Any] = []
+        self.activities: list[Activity] = []
         self.ended: list[tuple[str, str, int]] = []
         self.reservations: dict[str, int] = {}
 
@@ -191,6 +193,10 @@ class Pair:
     def take_prefill(self, kind: type[Any]) -> list[Any]:
         """Removes and returns the prefill engine's events of one kind."""
         return _take(self._prefill_link.events, kind)
+
+    def prefill_activity(self, name: str) -> int:
+        """A figure of what the prefill engine has done, summed over its rounds."""
+        return sum(getattr(activity, name) for activity in self._prefill_link.activities)
 
     def tokens(self, name: str) -> list[int]:
         """What the decode engine has told of a request's answer; removes it."""

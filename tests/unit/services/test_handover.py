@@ -340,3 +340,21 @@ def test_a_computed_prompt_that_nobody_claims_is_let_go(pair: Pair) -> None:
     assert not pair.idle
     pair.prefill.expire(due)
     assert pair.idle
+
+
+def test_attempts_given_up_on_purpose_are_no_failed_writes(pair: Pair) -> None:
+    hand_over(pair, "a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0))
+    pair.pump(20)
+    pair.cancel("a")
+    hand_over(pair, "b", PROMPT, GREEDY)
+    pair.pump(2)
+    pair.cancel("b")
+    pair.abort_prefill("b")
+    pair.pump_until_idle()
+    assert pair.prefill_activity("failed_writes") == 0
+    hand_over(pair, "c", PROMPT, GREEDY)
+    pair.hub.fail_next = 1
+    pair.pump(3)
+    pair.cancel("c")
+    pair.pump_until_idle()
+    assert pair.prefill_activity("failed_writes") == 1
