@@ -51,8 +51,10 @@ class MemoryLink:
         return commands
 
     def send(self, message: msgspec.Struct) -> None:
-        """Keeps the report's events, and what it says of reservations."""
+        """Keeps the report's events, what was done, and what it says of reservations."""
+        assert isinstance(message, Report), "an engine sends reports alone"
         self.events.extend(getattr(message, "events", ()))
+        self.activities.append(message.activity)
         self.ended.extend(getattr(message, "ended", ()))
         self.reservations = getattr(message, "reservations", {})
 
