@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ACCEPT := wheel grpcurl parity overlap pool cancel kill ready idle bad-input models distribution seeds cache
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
+.PHONY: help env demo test test-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -33,6 +33,11 @@ demo: $(STAMP) ## start a cluster here, stream one answer from it, stop it
 
 test: $(STAMP) ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# Without a GPU the kernels are interpreted.
+test-kernels: $(STAMP) ## every kernel and its twin over all combinations of shapes, not just all pairs
+	TRITON_INTERPRET=$$($(BIN)/python -c 'import torch; print(int(not torch.cuda.is_available()))') KERNEL_COVER=all \
+		$(BIN)/python -m pytest tests/contract/kernels --timeout 0 $(PYTEST_ARGS)
 
 check: $(STAMP) protos-check ## lint, types, import directions, stubs
 	$(BIN)/ruff check .

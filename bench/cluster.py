@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ from paceline.types import Role
 
 HOST = "127.0.0.1"
 STOP_S = 60.0
+FAILED_LOG = Path(__file__).parent / "results" / "failed-cluster.log"
+"""Where the log of the latest cluster is kept under which a check raised."""
 
 
 class ClusterFailed(RuntimeError):
@@ -137,6 +140,9 @@ class Cluster:
         finally:
             if self._log is not None:
                 self._log.close()
+            if error is not None:
+                FAILED_LOG.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.log_path, FAILED_LOG)
             self._folder.cleanup()
 
     def _is_ready(self) -> bool:

@@ -1,7 +1,5 @@
 """Gated activations: the two halves are read once and their product is written."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,9 @@ from paceline.kernels.launch import launch, narrow, power_of_two
 
 
 @triton.jit
-def _gated(gate_up: Any, out: Any, row_stride: Any, width: Any, WIDTH: tl.constexpr, GELU: tl.constexpr) -> None:
+def _gated(
+    gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     real = column < width

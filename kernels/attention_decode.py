@@ -5,8 +5,6 @@ several pieces, each leaves its normalised sum and the logarithm of its weight, 
 order of the splits. A split's size hangs on its request's context and the number of splits alone.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,22 +17,22 @@ from paceline.kernels.paged_plan import SPLIT_TOKENS, PagedPlan
 
 @triton.jit
 def _decode(
-    qkv: Any,
-    keys_of_layer: Any,
-    out: Any,
-    parts: Any,
-    weights: Any,
-    query_starts: Any,
-    contexts: Any,
-    tables: Any,
-    row_stride: Any,
-    out_stride: Any,
-    block_stride: Any,
-    head_stride: Any,
-    table_stride: Any,
-    window: Any,
-    scale: Any,
-    heads: Any,
+    qkv: tl.tensor,
+    keys_of_layer: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    query_starts: tl.tensor,
+    contexts: tl.tensor,
+    tables: tl.tensor,
+    row_stride: tl.tensor,
+    out_stride: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    heads: tl.tensor,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -114,11 +112,11 @@ def _decode(
 
 @triton.jit
 def _join(
-    parts: Any,
-    weights: Any,
-    out: Any,
-    query_starts: Any,
-    out_stride: Any,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    query_starts: tl.tensor,
+    out_stride: tl.tensor,
     FEW: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_WIDE: tl.constexpr,

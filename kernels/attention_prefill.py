@@ -5,8 +5,6 @@ program finds its request by binary search, so that the grid hangs on the number
 see most, start first.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,20 +16,20 @@ from paceline.kernels.paged_plan import FEW_QUERIES, PagedPlan
 
 @triton.jit
 def _prefill(
-    qkv: Any,
-    keys_of_layer: Any,
-    out: Any,
-    query_starts: Any,
-    contexts: Any,
-    tables: Any,
-    requests: Any,
-    row_stride: Any,
-    out_stride: Any,
-    block_stride: Any,
-    head_stride: Any,
-    table_stride: Any,
-    window: Any,
-    scale: Any,
+    qkv: tl.tensor,
+    keys_of_layer: tl.tensor,
+    out: tl.tensor,
+    query_starts: tl.tensor,
+    contexts: tl.tensor,
+    tables: tl.tensor,
+    requests: tl.tensor,
+    row_stride: tl.tensor,
+    out_stride: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
     QUERIES: tl.constexpr,

@@ -5,7 +5,6 @@ share the KV head; so one product serves the whole group. Sums are kept in float
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -17,16 +16,16 @@ from paceline.kernels.launch import INTERPRETED, power_of_two
 
 @triton.jit
 def load_queries(
-    qkv: Any,
-    row_stride: Any,
-    first_row: Any,
-    query: Any,
-    head: Any,
-    real: Any,
+    qkv: tl.tensor,
+    row_stride: tl.tensor,
+    first_row: tl.tensor,
+    query: tl.tensor,
+    head: tl.tensor,
+    real: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     UPCAST: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """[rows, DIM], zeros where not `real`."""
     dim = tl.arange(0, DIM)
     at = qkv + (first_row + query).to(tl.int64)[:, None] * row_stride + head[:, None] * HEAD_DIM + dim[None, :]
@@ -36,18 +35,18 @@ def load_queries(
 
 @triton.jit
 def fold_tile(
-    q: Any,
-    acc: Any,
-    most: Any,
-    total: Any,
-    first_key: Any,
-    end: Any,
-    position: Any,
-    window: Any,
-    keys_of_layer: Any,
-    table: Any,
-    block_stride: Any,
-    scale: Any,
+    q: tl.tensor,
+    acc: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    first_key: tl.tensor,
+    end: tl.tensor,
+    position: tl.tensor,
+    window: tl.tensor,
+    keys_of_layer: tl.tensor,
+    table: tl.tensor,
+    block_stride: tl.tensor,
+    scale: tl.tensor,
     KEYS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -55,7 +54,7 @@ def fold_tile(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
-) -> tuple[Any, Any, Any]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The running sums (acc [rows, DIM], most [rows], total [rows]) with keys from `first_key` to `end`, at most KEYS.
 
     Without MASKED, every key is before `end` and seen by every row.

@@ -1,7 +1,5 @@
 """What enters the KV pool: rotary positions with the write, and copies of whole blocks."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,17 +12,17 @@ _COPY_BYTES = 16384  # a program's share of a block
 
 @triton.jit
 def _rope_and_store(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    rows: Any,
-    pool: Any,
-    token_stride: Any,
-    angle_stride: Any,
-    rows_stride: Any,
-    head_rows: Any,
-    heads: Any,
-    kv_heads: Any,
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    rows: tl.tensor,
+    pool: tl.tensor,
+    token_stride: tl.tensor,
+    angle_stride: tl.tensor,
+    rows_stride: tl.tensor,
+    head_rows: tl.tensor,
+    heads: tl.tensor,
+    kv_heads: tl.tensor,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -86,7 +84,9 @@ def rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, pool: Te
 
 
 @triton.jit
-def _copy_blocks(pool: Any, sources: Any, targets: Any, words: Any, WORDS: tl.constexpr) -> None:
+def _copy_blocks(
+    pool: tl.tensor, sources: tl.tensor, targets: tl.tensor, words: tl.tensor, WORDS: tl.constexpr
+) -> None:
     pair = tl.program_id(0)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     source = tl.load(sources + pair).to(tl.int64)

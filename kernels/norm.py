@@ -1,7 +1,5 @@
 """RMS norms: one program a row, which it reads once."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,14 +10,14 @@ from paceline.kernels.launch import launch, narrow, power_of_two
 
 @triton.jit
 def _rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    x_stride: Any,
-    residual_stride: Any,
-    width: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
@@ -75,13 +73,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 @triton.jit
 def _qk_norm(
-    qkv: Any,
-    q_weight: Any,
-    k_weight: Any,
-    token_stride: Any,
-    heads: Any,
-    normed_heads: Any,
-    eps: Any,
+    qkv: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    token_stride: tl.tensor,
+    heads: tl.tensor,
+    normed_heads: tl.tensor,
+    eps: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,

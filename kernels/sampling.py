@@ -4,8 +4,6 @@ A row's likeliest token is found first (greedy rows need no more). Rows with top
 which they cut, in `sampling_cut`. Last, each part of the vocabulary races its own tokens, and a row's fastest wins.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,7 @@ _NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _mix64(z: Any) -> Any:
+def _mix64(z: tl.tensor) -> tl.tensor:
     """The twin's `mix64`, bit for bit; shifts of signed numbers copy the sign, hence the masks."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -28,16 +26,28 @@ def _mix64(z: Any) -> Any:
 
 
 @triton.jit
-def exponential_noise(key: Any, token: Any) -> Any:
+def random_bits(key: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """64 random bits of a row's generator for a token, int64."""
+    return _mix64(key + (token.to(tl.int64) + 1) * -7046029254386353131)
+
+
+@triton.jit
+def exponential_noise(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     """The twin's `exponential_noise`: the same u, of which 1 - u is exact too, so that no log1p is needed."""
-    bits = (_mix64(key + (token.to(tl.int64) + 1) * -7046029254386353131) >> 12) & 0xFFFFFFFFFFFFF
+    bits = (random_bits(key, token) >> 12) & 0xFFFFFFFFFFFFF
     u = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(1.0 - u)
 
 
 @triton.jit
 def _peaks(
-    logits: Any, peaks: Any, peak_ids: Any, stride: Any, vocab: Any, PART: tl.constexpr, TOKENS: tl.constexpr
+    logits: tl.tensor,
+    peaks: tl.tensor,
+    peak_ids: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    PART: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -58,15 +68,15 @@ def _peaks(
 
 @triton.jit
 def _race(
-    logits: Any,
-    peaks: Any,
-    cuts: Any,
-    temperature: Any,
-    keys: Any,
-    times: Any,
-    time_ids: Any,
-    stride: Any,
-    vocab: Any,
+    logits: tl.tensor,
+    peaks: tl.tensor,
+    cuts: tl.tensor,
+    temperature: tl.tensor,
+    keys: tl.tensor,
+    times: tl.tensor,
+    time_ids: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
     PART: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -102,12 +112,12 @@ def _race(
 
 @triton.jit
 def _winner(
-    peaks: Any,
-    peak_ids: Any,
-    temperature: Any,
-    times: Any,
-    time_ids: Any,
-    out: Any,
+    peaks: tl.tensor,
+    peak_ids: tl.tensor,
+    temperature: tl.tensor,
+    times: tl.tensor,
+    time_ids: tl.tensor,
+    out: tl.tensor,
     PARTS: tl.constexpr,
     PARTS_WIDE: tl.constexpr,
 ) -> None:

@@ -7,7 +7,6 @@ and all tokens that have it stay, as in the twin.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from torch import Tensor
 from paceline.kernels.launch import INTERPRETED, launch, power_of_two
 
 _LEVELS = 8  # of four bits
-_TOKENS = 4096 if INTERPRETED else 256  # looked at together
+_TOKENS = 4096 if INTERPRETED else 128  # looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +29,31 @@ class Race:
 
 
 @triton.jit
-def ordered(x: Any) -> Any:
+def ordered(x: tl.tensor) -> tl.tensor:
     """The key of a logit, int64 in [0, 2^32); of both zeros the same."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @triton.jit
-def _logit(key: Any) -> Any:
+def _logit(key: tl.tensor) -> tl.tensor:
     signed = (key - 2147483648).to(tl.int32)
     return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _state(
-    limits: Any,
-    bases: Any,
-    states: Any,
-    bins: Any,
-    row: Any,
-    writes: Any,
+    limits: tl.tensor,
+    bases: tl.tensor,
+    states: tl.tensor,
+    bins: tl.tensor,
+    row: tl.tensor,
+    writes: tl.tensor,
     LEVEL: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_WIDE: tl.constexpr,
     BY_MASS: tl.constexpr,
-) -> tuple[Any, Any, Any]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(the cut's first LEVEL digits, tokens above all that begin so, their mass).
 
     `bins` [rows, PARTS, 2, 16] are the tallies of the level before. The program that `writes` leaves its state for the
@@ -102,7 +101,7 @@ def _state(
 
 
 @triton.jit
-def _cuts_nothing(limit: Any, vocab: Any, heat: Any, BY_MASS: tl.constexpr) -> Any:
+def _cuts_nothing(limit: tl.tensor, vocab: tl.tensor, heat: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
     if BY_MASS:
         return (heat <= 0.0) | (limit >= 1.0)
     else:  # noqa: RET505 - Triton compiles only the branch that it takes, and needs the other to be one
@@ -111,16 +110,16 @@ def _cuts_nothing(limit: Any, vocab: Any, heat: Any, BY_MASS: tl.constexpr) -> A
 
 @triton.jit
 def _tally(
-    logits: Any,
-    peaks: Any,
-    temperature: Any,
-    limits: Any,
-    bases: Any,
-    states: Any,
-    before: Any,
-    bins: Any,
-    stride: Any,
-    vocab: Any,
+    logits: tl.tensor,
+    peaks: tl.tensor,
+    temperature: tl.tensor,
+    limits: tl.tensor,
+    bases: tl.tensor,
+    states: tl.tensor,
+    before: tl.tensor,
+    bins: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
     LEVEL: tl.constexpr,
     PART: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -138,32 +137,35 @@ def _tally(
     most = tl.max(tl.load(peaks + row * PARTS + every, mask=every < PARTS, other=float("-inf")), axis=0)
     lane = tl.arange(0, TOKENS)
     digit = tl.arange(0, 16)
-    counts = tl.zeros([16], tl.float64)
-    masses = tl.zeros([16], tl.float64)
+    # Tokens along the second axis: a thread then has one token and all digits, and no weight is computed twice.
+    counts = tl.zeros([16, TOKENS], tl.float32)
+    masses = tl.zeros([16, TOKENS], tl.float64)
     for first in range(part * PART, tl.minimum((part + 1) * PART, vocab), TOKENS):
         token = first + lane
         x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         key = ordered(x)
         live = (token < vocab) & ((key >> (32 - 4 * LEVEL)) == prefix)
-        hit = live[:, None] & (((key >> (28 - 4 * LEVEL)) & 15)[:, None] == digit[None, :])
-        weight = tl.exp((x.to(tl.float64) - most.to(tl.float64)) / heat)
-        counts += tl.sum(tl.where(hit, 1.0, 0.0).to(tl.float64), axis=0)
-        masses += tl.sum(tl.where(hit, weight[:, None], 0.0), axis=0)
+        if tl.max(live.to(tl.int32), axis=0) > 0:  # After a few levels hardly any are.
+            hit = live[None, :] & (((key >> (28 - 4 * LEVEL)) & 15)[None, :] == digit[:, None])
+            weight = tl.exp((x.to(tl.float64) - most.to(tl.float64)) / heat)
+            masses += tl.where(hit, weight[None, :], 0.0)
+            if not BY_MASS:
+                counts += tl.where(hit, 1.0, 0.0)
     at = bins + (row * PARTS + part) * 32 + digit
-    tl.store(at, counts)
-    tl.store(at + 16, masses)
+    tl.store(at, tl.sum(counts, axis=1).to(tl.float64))
+    tl.store(at + 16, tl.sum(masses, axis=1))
 
 
 @triton.jit
 def _settle(
-    peaks: Any,
-    temperature: Any,
-    limits: Any,
-    bases: Any,
-    states: Any,
-    before: Any,
-    cuts: Any,
-    vocab: Any,
+    peaks: tl.tensor,
+    temperature: tl.tensor,
+    limits: tl.tensor,
+    bases: tl.tensor,
+    states: tl.tensor,
+    before: tl.tensor,
+    cuts: tl.tensor,
+    vocab: tl.tensor,
     LEVELS: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_WIDE: tl.constexpr,

@@ -25,7 +25,7 @@ class OutgoingState(enum.Enum):
 class TransferStats:
     """What an attempt, or all of a worker's, has written."""
 
-    parts: int = 0  # that arrived
+    parts: int = 0  # that arrived, empty ones not counted
     pieces: int = 0  # in those
     blocks: int = 0
     num_bytes: int = 0
@@ -90,6 +90,8 @@ class Outgoing:
         self._state = OutgoingState.PENDING
         self.error: str | None = None
         """Why the state is FAILED."""
+        self.lost = False
+        """True where the transport gave a write up, and not we the attempt."""
 
     def __repr__(self) -> str:
         return (
@@ -160,10 +162,13 @@ class Outgoing:
         if not self._outstanding:
             self.stats.seconds += self._clock() - self._under_way_since
         if finished.error is not None:
+            self.lost = True
             self.abort(finished.error)
             return 0
         num_bytes = part.blocks * self._block_bytes
-        self.stats.add(TransferStats(int(part.notification is not None), len(part.pieces), part.blocks, num_bytes))
+        # A part without blocks says that its writer lives, and one without a notification is a measurement.
+        parts = int(bool(part.pieces) and part.notification is not None)
+        self.stats.add(TransferStats(parts, len(part.pieces), part.blocks, num_bytes))
         if finished.handle == self._last_handle and self._state is OutgoingState.PENDING:
             self._state = OutgoingState.DONE
         self._post_last_when_due()
@@ -210,6 +215,7 @@ class Outgoing:
         try:
             handle = self._transport.post(self._peer, part.pieces, part.notification)
         except TransferFailed as error:
+            self.lost = True
             self.abort(error.message)
             return None
         self._outstanding[handle] = part

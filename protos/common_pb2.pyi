@@ -192,7 +192,7 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., worker: _Optional[_Union[WorkerKey, _Mapping]] = ..., model: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., process_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker", "role", "address", "model", "limits", "fingerprint", "eos_token_ids")
+    __slots__ = ("worker", "role", "address", "model", "limits", "fingerprint", "eos_token_ids", "lock_id", "claim_token")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,8 @@ class WorkerInfo(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerKey
     role: Role
     address: str
@@ -207,17 +209,23 @@ class WorkerInfo(_message.Message):
     limits: Limits
     fingerprint: Fingerprint
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    lock_id: str
+    claim_token: bytes
+    def __init__(self, worker: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lock_id: _Optional[str] = ..., claim_token: _Optional[bytes] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("worker", "role", "address")
+    __slots__ = ("worker", "role", "address", "lock_id", "claim_token")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerKey
     role: Role
     address: str
-    def __init__(self, worker: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ...) -> None: ...
+    lock_id: str
+    claim_token: bytes
+    def __init__(self, worker: _Optional[_Union[WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., lock_id: _Optional[str] = ..., claim_token: _Optional[bytes] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("sequence", "stored", "removed", "cleared")

@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from paceline.protos import common_pb2 as paceline_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/protos/decode.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/protos/common.proto\"\xf2\x01\n\x15\x44\x65\x63odeGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\r\n\x05local\x18\x06 \x01(\x08\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\"\x83\x02\n\x16\x44\x65\x63odeGenerateResponse\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x15.paceline.v1.ReservedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12+\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x19.paceline.v1.DecodeFinishH\x00\x12-\n\nretargeted\x18\x04 \x01(\x0b\x32\x17.paceline.v1.RetargetedH\x00\x12\x32\n\rchoice_finish\x18\x05 \x01(\x0b\x32\x19.paceline.v1.ChoiceFinishH\x00\x42\x07\n\x05\x65vent\"<\n\x08Reserved\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\".\n\nRetargeted\x12\x14\n\x07\x61ttempt\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_attempt\"\x95\x01\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"d\n\x0c\x43hoiceFinish\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xe7\x01\n\x0c\x44\x65\x63odeFinish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1e\n\x16prompt_tokens_computed\x18\x03 \x01(\r\x12\'\n\x08transfer\x18\x04 \x01(\x0b\x32\x15.paceline.v1.Transfer\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"\xc1\x01\n\x11\x43laimWriteRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x03 \x01(\x04\x12&\n\x06writer\x18\x04 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12\x16\n\x0ewriter_address\x18\x05 \x01(\t\x12-\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\"\x98\x01\n\x12\x43laimWriteResponse\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\r\x12\r\n\x05\x61gent\x18\x03 \x01(\x0c\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.paceline.v1.Load\x12-\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\"_\n\x0fRetargetRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x02to\x18\x03 \x01(\x0e\x32\x17.paceline.v1.RetargetTo\"|\n\x10RetargetResponse\x12\x11\n\x07\x61ttempt\x18\x01 \x01(\rH\x00\x12\x0f\n\x05local\x18\x02 \x01(\x08H\x00\x12\x18\n\x0e\x61lready_landed\x18\x03 \x01(\x08H\x00\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.paceline.v1.LoadB\t\n\x07outcome\"L\n\x12\x44\x65\x63odeAbortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"E\n\x13\x44\x65\x63odeAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\"\x17\n\x15\x44\x65\x63odeGetLoadsRequest\"9\n\x16\x44\x65\x63odeGetLoadsResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load\"\x1c\n\x1a\x44\x65\x63odeGetServerInfoRequest\"F\n\x1b\x44\x65\x63odeGetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.paceline.v1.ServerInfo\" \n\x1e\x44\x65\x63odeSubscribeKvEventsRequest\"U\n\x1f\x44\x65\x63odeSubscribeKvEventsResponse\x12#\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvEvent\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x14\n\x12\x44\x65\x63odeDrainRequest\"6\n\x13\x44\x65\x63odeDrainResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load*X\n\nRetargetTo\x12\x1b\n\x17RETARGET_TO_UNSPECIFIED\x10\x00\x12\x16\n\x12RETARGET_TO_REMOTE\x10\x01\x12\x15\n\x11RETARGET_TO_LOCAL\x10\x02\x32\xba\x05\n\x06\x44\x65\x63ode\x12U\n\x08Generate\x12\".paceline.v1.DecodeGenerateRequest\x1a#.paceline.v1.DecodeGenerateResponse0\x01\x12M\n\nClaimWrite\x12\x1e.paceline.v1.ClaimWriteRequest\x1a\x1f.paceline.v1.ClaimWriteResponse\x12G\n\x08Retarget\x12\x1c.paceline.v1.RetargetRequest\x1a\x1d.paceline.v1.RetargetResponse\x12J\n\x05\x41\x62ort\x12\x1f.paceline.v1.DecodeAbortRequest\x1a .paceline.v1.DecodeAbortResponse\x12S\n\x08GetLoads\x12\".paceline.v1.DecodeGetLoadsRequest\x1a#.paceline.v1.DecodeGetLoadsResponse\x12\x62\n\rGetServerInfo\x12\'.paceline.v1.DecodeGetServerInfoRequest\x1a(.paceline.v1.DecodeGetServerInfoResponse\x12p\n\x11SubscribeKvEvents\x12+.paceline.v1.DecodeSubscribeKvEventsRequest\x1a,.paceline.v1.DecodeSubscribeKvEventsResponse0\x01\x12J\n\x05\x44rain\x12\x1f.paceline.v1.DecodeDrainRequest\x1a .paceline.v1.DecodeDrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/protos/decode.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/protos/common.proto\"\xf2\x01\n\x15\x44\x65\x63odeGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\r\n\x05local\x18\x06 \x01(\x08\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\"\x83\x02\n\x16\x44\x65\x63odeGenerateResponse\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x15.paceline.v1.ReservedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12+\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x19.paceline.v1.DecodeFinishH\x00\x12-\n\nretargeted\x18\x04 \x01(\x0b\x32\x17.paceline.v1.RetargetedH\x00\x12\x32\n\rchoice_finish\x18\x05 \x01(\x0b\x32\x19.paceline.v1.ChoiceFinishH\x00\x42\x07\n\x05\x65vent\"<\n\x08Reserved\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\".\n\nRetargeted\x12\x14\n\x07\x61ttempt\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_attempt\"\x95\x01\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"d\n\x0c\x43hoiceFinish\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xe7\x01\n\x0c\x44\x65\x63odeFinish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1e\n\x16prompt_tokens_computed\x18\x03 \x01(\r\x12\'\n\x08transfer\x18\x04 \x01(\x0b\x32\x15.paceline.v1.Transfer\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"\xbe\x01\n\x11\x43laimWriteRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x03 \x01(\x04\x12&\n\x06writer\x18\x04 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12\x13\n\x0b\x63laim_token\x18\x05 \x01(\x0c\x12-\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\"\x98\x01\n\x12\x43laimWriteResponse\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\r\x12\r\n\x05\x61gent\x18\x03 \x01(\x0c\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.paceline.v1.Load\x12-\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\"_\n\x0fRetargetRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x02to\x18\x03 \x01(\x0e\x32\x17.paceline.v1.RetargetTo\"|\n\x10RetargetResponse\x12\x11\n\x07\x61ttempt\x18\x01 \x01(\rH\x00\x12\x0f\n\x05local\x18\x02 \x01(\x08H\x00\x12\x18\n\x0e\x61lready_landed\x18\x03 \x01(\x08H\x00\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.paceline.v1.LoadB\t\n\x07outcome\"L\n\x12\x44\x65\x63odeAbortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"E\n\x13\x44\x65\x63odeAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\"\x17\n\x15\x44\x65\x63odeGetLoadsRequest\"9\n\x16\x44\x65\x63odeGetLoadsResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load\"\x1c\n\x1a\x44\x65\x63odeGetServerInfoRequest\"F\n\x1b\x44\x65\x63odeGetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.paceline.v1.ServerInfo\" \n\x1e\x44\x65\x63odeSubscribeKvEventsRequest\"U\n\x1f\x44\x65\x63odeSubscribeKvEventsResponse\x12#\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvEvent\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x14\n\x12\x44\x65\x63odeDrainRequest\"6\n\x13\x44\x65\x63odeDrainResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load*X\n\nRetargetTo\x12\x1b\n\x17RETARGET_TO_UNSPECIFIED\x10\x00\x12\x16\n\x12RETARGET_TO_REMOTE\x10\x01\x12\x15\n\x11RETARGET_TO_LOCAL\x10\x02\x32\xba\x05\n\x06\x44\x65\x63ode\x12U\n\x08Generate\x12\".paceline.v1.DecodeGenerateRequest\x1a#.paceline.v1.DecodeGenerateResponse0\x01\x12M\n\nClaimWrite\x12\x1e.paceline.v1.ClaimWriteRequest\x1a\x1f.paceline.v1.ClaimWriteResponse\x12G\n\x08Retarget\x12\x1c.paceline.v1.RetargetRequest\x1a\x1d.paceline.v1.RetargetResponse\x12J\n\x05\x41\x62ort\x12\x1f.paceline.v1.DecodeAbortRequest\x1a .paceline.v1.DecodeAbortResponse\x12S\n\x08GetLoads\x12\".paceline.v1.DecodeGetLoadsRequest\x1a#.paceline.v1.DecodeGetLoadsResponse\x12\x62\n\rGetServerInfo\x12\'.paceline.v1.DecodeGetServerInfoRequest\x1a(.paceline.v1.DecodeGetServerInfoResponse\x12p\n\x11SubscribeKvEvents\x12+.paceline.v1.DecodeSubscribeKvEventsRequest\x1a,.paceline.v1.DecodeSubscribeKvEventsResponse0\x01\x12J\n\x05\x44rain\x12\x1f.paceline.v1.DecodeDrainRequest\x1a .paceline.v1.DecodeDrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.protos.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RETARGETTO']._serialized_start=2320
-  _globals['_RETARGETTO']._serialized_end=2408
+  _globals['_RETARGETTO']._serialized_start=2317
+  _globals['_RETARGETTO']._serialized_end=2405
   _globals['_DECODEGENERATEREQUEST']._serialized_start=108
   _globals['_DECODEGENERATEREQUEST']._serialized_end=350
   _globals['_DECODEGENERATERESPONSE']._serialized_start=353
@@ -50,33 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEFINISH']._serialized_start=979
   _globals['_DECODEFINISH']._serialized_end=1210
   _globals['_CLAIMWRITEREQUEST']._serialized_start=1213
-  _globals['_CLAIMWRITEREQUEST']._serialized_end=1406
-  _globals['_CLAIMWRITERESPONSE']._serialized_start=1409
-  _globals['_CLAIMWRITERESPONSE']._serialized_end=1561
-  _globals['_RETARGETREQUEST']._serialized_start=1563
-  _globals['_RETARGETREQUEST']._serialized_end=1658
-  _globals['_RETARGETRESPONSE']._serialized_start=1660
-  _globals['_RETARGETRESPONSE']._serialized_end=1784
-  _globals['_DECODEABORTREQUEST']._serialized_start=1786
-  _globals['_DECODEABORTREQUEST']._serialized_end=1862
-  _globals['_DECODEABORTRESPONSE']._serialized_start=1864
-  _globals['_DECODEABORTRESPONSE']._serialized_end=1933
-  _globals['_DECODEGETLOADSREQUEST']._serialized_start=1935
-  _globals['_DECODEGETLOADSREQUEST']._serialized_end=1958
-  _globals['_DECODEGETLOADSRESPONSE']._serialized_start=1960
-  _globals['_DECODEGETLOADSRESPONSE']._serialized_end=2017
-  _globals['_DECODEGETSERVERINFOREQUEST']._serialized_start=2019
-  _globals['_DECODEGETSERVERINFOREQUEST']._serialized_end=2047
-  _globals['_DECODEGETSERVERINFORESPONSE']._serialized_start=2049
-  _globals['_DECODEGETSERVERINFORESPONSE']._serialized_end=2119
-  _globals['_DECODESUBSCRIBEKVEVENTSREQUEST']._serialized_start=2121
-  _globals['_DECODESUBSCRIBEKVEVENTSREQUEST']._serialized_end=2153
-  _globals['_DECODESUBSCRIBEKVEVENTSRESPONSE']._serialized_start=2155
-  _globals['_DECODESUBSCRIBEKVEVENTSRESPONSE']._serialized_end=2240
-  _globals['_DECODEDRAINREQUEST']._serialized_start=2242
-  _globals['_DECODEDRAINREQUEST']._serialized_end=2262
-  _globals['_DECODEDRAINRESPONSE']._serialized_start=2264
-  _globals['_DECODEDRAINRESPONSE']._serialized_end=2318
-  _globals['_DECODE']._serialized_start=2411
-  _globals['_DECODE']._serialized_end=3109
+  _globals['_CLAIMWRITEREQUEST']._serialized_end=1403
+  _globals['_CLAIMWRITERESPONSE']._serialized_start=1406
+  _globals['_CLAIMWRITERESPONSE']._serialized_end=1558
+  _globals['_RETARGETREQUEST']._serialized_start=1560
+  _globals['_RETARGETREQUEST']._serialized_end=1655
+  _globals['_RETARGETRESPONSE']._serialized_start=1657
+  _globals['_RETARGETRESPONSE']._serialized_end=1781
+  _globals['_DECODEABORTREQUEST']._serialized_start=1783
+  _globals['_DECODEABORTREQUEST']._serialized_end=1859
+  _globals['_DECODEABORTRESPONSE']._serialized_start=1861
+  _globals['_DECODEABORTRESPONSE']._serialized_end=1930
+  _globals['_DECODEGETLOADSREQUEST']._serialized_start=1932
+  _globals['_DECODEGETLOADSREQUEST']._serialized_end=1955
+  _globals['_DECODEGETLOADSRESPONSE']._serialized_start=1957
+  _globals['_DECODEGETLOADSRESPONSE']._serialized_end=2014
+  _globals['_DECODEGETSERVERINFOREQUEST']._serialized_start=2016
+  _globals['_DECODEGETSERVERINFOREQUEST']._serialized_end=2044
+  _globals['_DECODEGETSERVERINFORESPONSE']._serialized_start=2046
+  _globals['_DECODEGETSERVERINFORESPONSE']._serialized_end=2116
+  _globals['_DECODESUBSCRIBEKVEVENTSREQUEST']._serialized_start=2118
+  _globals['_DECODESUBSCRIBEKVEVENTSREQUEST']._serialized_end=2150
+  _globals['_DECODESUBSCRIBEKVEVENTSRESPONSE']._serialized_start=2152
+  _globals['_DECODESUBSCRIBEKVEVENTSRESPONSE']._serialized_end=2237
+  _globals['_DECODEDRAINREQUEST']._serialized_start=2239
+  _globals['_DECODEDRAINREQUEST']._serialized_end=2259
+  _globals['_DECODEDRAINRESPONSE']._serialized_start=2261
+  _globals['_DECODEDRAINRESPONSE']._serialized_end=2315
+  _globals['_DECODE']._serialized_start=2408
+  _globals['_DECODE']._serialized_end=3106
 # @@protoc_insertion_point(module_scope)

@@ -113,20 +113,20 @@ class DecodeFinish(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., completion_tokens: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., attempts: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ClaimWriteRequest(_message.Message):
-    __slots__ = ("reservation_id", "attempt", "decode_epoch", "writer", "writer_address", "fingerprint")
+    __slots__ = ("reservation_id", "attempt", "decode_epoch", "writer", "claim_token", "fingerprint")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
-    WRITER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     reservation_id: str
     attempt: int
     decode_epoch: int
     writer: _common_pb2.WorkerKey
-    writer_address: str
+    claim_token: bytes
     fingerprint: _common_pb2.Fingerprint
-    def __init__(self, reservation_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., writer: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., writer_address: _Optional[str] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    def __init__(self, reservation_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decode_epoch: _Optional[int] = ..., writer: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., claim_token: _Optional[bytes] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
 
 class ClaimWriteResponse(_message.Message):
     __slots__ = ("blocks", "held_tokens", "agent", "load", "fingerprint")

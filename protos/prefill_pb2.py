@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from paceline.protos import common_pb2 as paceline_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/protos/prefill.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/protos/common.proto\"\x90\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x16\n\x0ereservation_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12!\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x11.paceline.v1.Peer\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x12\n\ncache_salt\x18\n \x01(\t\"\xe8\x02\n\x0fPrefillResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12)\n\x06\x66inish\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.paceline.v1.Load\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\'\n\x08transfer\x18\x07 \x01(\x0b\x32\x15.paceline.v1.Transfer\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12+\n\x08\x66inishes\x18\t \x03(\x0e\x32\x19.paceline.v1.FinishReason\"M\n\x13PrefillAbortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"U\n\x14PrefillAbortResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.paceline.v1.Load\"\x18\n\x16PrefillGetLoadsRequest\":\n\x17PrefillGetLoadsResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load\"\x1d\n\x1bPrefillGetServerInfoRequest\"G\n\x1cPrefillGetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.paceline.v1.ServerInfo\"!\n\x1fPrefillSubscribeKvEventsRequest\"V\n PrefillSubscribeKvEventsResponse\x12#\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvEvent\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x15\n\x13PrefillDrainRequest\"7\n\x14PrefillDrainResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load2\x9c\x04\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x1c.paceline.v1.PrefillResponse\x12L\n\x05\x41\x62ort\x12 .paceline.v1.PrefillAbortRequest\x1a!.paceline.v1.PrefillAbortResponse\x12U\n\x08GetLoads\x12#.paceline.v1.PrefillGetLoadsRequest\x1a$.paceline.v1.PrefillGetLoadsResponse\x12\x64\n\rGetServerInfo\x12(.paceline.v1.PrefillGetServerInfoRequest\x1a).paceline.v1.PrefillGetServerInfoResponse\x12r\n\x11SubscribeKvEvents\x12,.paceline.v1.PrefillSubscribeKvEventsRequest\x1a-.paceline.v1.PrefillSubscribeKvEventsResponse0\x01\x12L\n\x05\x44rain\x12 .paceline.v1.PrefillDrainRequest\x1a!.paceline.v1.PrefillDrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/protos/prefill.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/protos/common.proto\"\x90\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x16\n\x0ereservation_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12!\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x11.paceline.v1.Peer\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x12\n\ncache_salt\x18\n \x01(\t\"\xe8\x02\n\x0fPrefillResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12)\n\x06\x66inish\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.paceline.v1.Load\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\'\n\x08transfer\x18\x07 \x01(\x0b\x32\x15.paceline.v1.Transfer\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12+\n\x08\x66inishes\x18\t \x03(\x0e\x32\x19.paceline.v1.FinishReason\"M\n\x13PrefillAbortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"f\n\x14PrefillAbortResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x0f\n\x07lock_id\x18\x04 \x01(\t\"\x18\n\x16PrefillGetLoadsRequest\":\n\x17PrefillGetLoadsResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load\"\x1d\n\x1bPrefillGetServerInfoRequest\"G\n\x1cPrefillGetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.paceline.v1.ServerInfo\"!\n\x1fPrefillSubscribeKvEventsRequest\"V\n PrefillSubscribeKvEventsResponse\x12#\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvEvent\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x15\n\x13PrefillDrainRequest\"7\n\x14PrefillDrainResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Load2\x9c\x04\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x1c.paceline.v1.PrefillResponse\x12L\n\x05\x41\x62ort\x12 .paceline.v1.PrefillAbortRequest\x1a!.paceline.v1.PrefillAbortResponse\x12U\n\x08GetLoads\x12#.paceline.v1.PrefillGetLoadsRequest\x1a$.paceline.v1.PrefillGetLoadsResponse\x12\x64\n\rGetServerInfo\x12(.paceline.v1.PrefillGetServerInfoRequest\x1a).paceline.v1.PrefillGetServerInfoResponse\x12r\n\x11SubscribeKvEvents\x12,.paceline.v1.PrefillSubscribeKvEventsRequest\x1a-.paceline.v1.PrefillSubscribeKvEventsResponse0\x01\x12L\n\x05\x44rain\x12 .paceline.v1.PrefillDrainRequest\x1a!.paceline.v1.PrefillDrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,23 +40,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLABORTREQUEST']._serialized_start=746
   _globals['_PREFILLABORTREQUEST']._serialized_end=823
   _globals['_PREFILLABORTRESPONSE']._serialized_start=825
-  _globals['_PREFILLABORTRESPONSE']._serialized_end=910
-  _globals['_PREFILLGETLOADSREQUEST']._serialized_start=912
-  _globals['_PREFILLGETLOADSREQUEST']._serialized_end=936
-  _globals['_PREFILLGETLOADSRESPONSE']._serialized_start=938
-  _globals['_PREFILLGETLOADSRESPONSE']._serialized_end=996
-  _globals['_PREFILLGETSERVERINFOREQUEST']._serialized_start=998
-  _globals['_PREFILLGETSERVERINFOREQUEST']._serialized_end=1027
-  _globals['_PREFILLGETSERVERINFORESPONSE']._serialized_start=1029
-  _globals['_PREFILLGETSERVERINFORESPONSE']._serialized_end=1100
-  _globals['_PREFILLSUBSCRIBEKVEVENTSREQUEST']._serialized_start=1102
-  _globals['_PREFILLSUBSCRIBEKVEVENTSREQUEST']._serialized_end=1135
-  _globals['_PREFILLSUBSCRIBEKVEVENTSRESPONSE']._serialized_start=1137
-  _globals['_PREFILLSUBSCRIBEKVEVENTSRESPONSE']._serialized_end=1223
-  _globals['_PREFILLDRAINREQUEST']._serialized_start=1225
-  _globals['_PREFILLDRAINREQUEST']._serialized_end=1246
-  _globals['_PREFILLDRAINRESPONSE']._serialized_start=1248
-  _globals['_PREFILLDRAINRESPONSE']._serialized_end=1303
-  _globals['_PREFILL']._serialized_start=1306
-  _globals['_PREFILL']._serialized_end=1846
+  _globals['_PREFILLABORTRESPONSE']._serialized_end=927
+  _globals['_PREFILLGETLOADSREQUEST']._serialized_start=929
+  _globals['_PREFILLGETLOADSREQUEST']._serialized_end=953
+  _globals['_PREFILLGETLOADSRESPONSE']._serialized_start=955
+  _globals['_PREFILLGETLOADSRESPONSE']._serialized_end=1013
+  _globals['_PREFILLGETSERVERINFOREQUEST']._serialized_start=1015
+  _globals['_PREFILLGETSERVERINFOREQUEST']._serialized_end=1044
+  _globals['_PREFILLGETSERVERINFORESPONSE']._serialized_start=1046
+  _globals['_PREFILLGETSERVERINFORESPONSE']._serialized_end=1117
+  _globals['_PREFILLSUBSCRIBEKVEVENTSREQUEST']._serialized_start=1119
+  _globals['_PREFILLSUBSCRIBEKVEVENTSREQUEST']._serialized_end=1152
+  _globals['_PREFILLSUBSCRIBEKVEVENTSRESPONSE']._serialized_start=1154
+  _globals['_PREFILLSUBSCRIBEKVEVENTSRESPONSE']._serialized_end=1240
+  _globals['_PREFILLDRAINREQUEST']._serialized_start=1242
+  _globals['_PREFILLDRAINREQUEST']._serialized_end=1263
+  _globals['_PREFILLDRAINRESPONSE']._serialized_start=1265
+  _globals['_PREFILLDRAINRESPONSE']._serialized_end=1320
+  _globals['_PREFILL']._serialized_start=1323
+  _globals['_PREFILL']._serialized_end=1863
 # @@protoc_insertion_point(module_scope)

@@ -67,14 +67,16 @@ class PrefillAbortRequest(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillAbortResponse(_message.Message):
-    __slots__ = ("epoch", "found", "load")
+    __slots__ = ("epoch", "found", "load", "lock_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOCK_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     found: bool
     load: _common_pb2.Load
-    def __init__(self, epoch: _Optional[int] = ..., found: _Optional[bool] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
+    lock_id: str
+    def __init__(self, epoch: _Optional[int] = ..., found: _Optional[bool] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., lock_id: _Optional[str] = ...) -> None: ...
 
 class PrefillGetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -11,9 +11,10 @@ from paceline.kernels.reference.attention import AttentionPlan, attention, plan_
 from paceline.kernels.reference.cache import copy_blocks, rope_and_store, rope_tables, store_rows
 from paceline.kernels.reference.linear import linear
 from paceline.kernels.reference.norm import add_rms_norm, qk_norm, rms_norm
-from paceline.kernels.reference.sampling import exponential_noise, mix64, sample, sampling_keys
+from paceline.kernels.reference.sampling import GOLDEN, exponential_noise, mix64, sample, sampling_keys
 
 __all__ = [
+    "GOLDEN",
     "AttentionPlan",
     "add_rms_norm",
     "attention",

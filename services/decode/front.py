@@ -7,17 +7,24 @@ carries its orders to prefill workers (stop writing!) and their answers back, fo
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 from collections.abc import AsyncIterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import grpc
 import msgspec
 
-from paceline import wire
+from paceline import log, wire
 from paceline.config import DecodeConfig
-from paceline.errors import AlreadyLanded, InvalidRequest, PacelineError, WorkerLost
-from paceline.log import get_logger
+from paceline.errors import (
+    AlreadyLanded,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PacelineError,
+    WorkerLost,
+)
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.decode.messages import (
     CallRefused,
@@ -37,7 +44,7 @@ from paceline.services.decode.messages import (
     Reserved,
     StopWriter,
     WriteGranted,
-    WriterReborn,
+    WriterDead,
     WriterStopped,
 )
 from paceline.services.worker.convert import fingerprint_from_proto, fingerprint_to_proto
@@ -46,9 +53,12 @@ from paceline.services.worker.peers import PeerChannels
 from paceline.services.worker.registration import PeerInfo
 from paceline.types import BLOCK_TOKENS, ReservationId, Role, WorkerKey, check_prompt
 
-_log = get_logger(__name__)
+_log = log.get_logger(__name__)
 
-_STOP_CALL_S: Final = 5.0
+_TELL_AGAIN_S: Final = 0.2
+_STOP_CALL_S: Final = 60.0
+"""How long a prefill worker may take to stop. It answers between two steps, and a loaded machine takes its time; a dead
+one fails the call at once."""
 
 StreamEvent: TypeAlias = Reserved | NewTokens | ChoiceOver | Redirected | Over
 CallAnswer: TypeAlias = WriteGranted | Redirected
@@ -67,6 +77,8 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         self._streams: dict[ReservationId, asyncio.Queue[StreamEvent | PacelineError]] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._call_ids = itertools.count(1)
+        self._writers: dict[WorkerKey, str] = {}  # that were granted blocks, and the start locks that they hold
+        self._stopping: set[StopWriter] = set()  # orders whose answers are awaited
         self._channels = PeerChannels()
 
     # The worker's life
@@ -81,9 +93,25 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         return len(self._streams)
 
     def peer_found(self, peer: PeerInfo) -> None:
-        """A new life of a prefill worker proves the earlier ones dead, for it holds their start lock."""
+        """A new life of a prefill worker proves those earlier ones dead that held the very lock that it holds."""
         self._channels.replaced(peer.key)
-        self.send(WriterReborn(by=peer.key))
+        self._proves(peer.key, peer.lock_id)
+
+    def _proves(self, later: WorkerKey, lock_id: str) -> None:
+        """`later` holds `lock_id`: earlier writers that held it cannot write any more. Others, elsewhere, may."""
+        for writer, held in list(self._writers.items()):
+            if writer.worker_id == later.worker_id and writer.epoch < later.epoch and held == lock_id != "":
+                del self._writers[writer]
+                self.background(self._tell_dead(writer))
+
+    async def _tell_dead(self, writer: WorkerKey) -> None:
+        """Told until the engine takes it: nothing else frees what that writer left in quarantine."""
+        while True:
+            try:
+                self.send(WriterDead(writer=writer))
+                return
+            except Overloaded:
+                await asyncio.sleep(_TELL_AGAIN_S)
 
     def fail_all(self, error: PacelineError) -> None:
         """Ends every stream and call with the error."""
@@ -118,8 +146,11 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
                 call = self._calls.get(event.call_id)
                 if call is not None and not call.done():
                     call.set_exception(event.failure.error())
-            case StopWriter():
+            case StopWriter() if event not in self._stopping:
+                self._stopping.add(event)
                 self.background(self._stop_writer(event))
+            case StopWriter():
+                pass  # asked again while the answer is awaited
             case QuarantineAlarm():
                 _log.error("blocks in quarantine", **msgspec.to_builtins(event))
             case MustRestart():
@@ -147,34 +178,46 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.DecodeGenerateResponse]:
         """One request; see the proto."""
         async with wire.answering_errors(context):
+            log.bind(request_id=request.request_id, reservation=request.reservation_id)
             command = await asyncio.to_thread(self._validated, request)
             reservation = command.reservation_id
             if reservation in self._streams:
                 raise InvalidRequest("reservation_id", f"{reservation!r} is in use: each request needs one of its own")
             stream = self._streams[reservation] = asyncio.Queue()
-            over = False
+            deadline = _deadline(request)
+            cause: Literal["stream_lost", "deadline"] | None = "stream_lost"
             try:
                 self.send(command)
-                while not over:
-                    event = await stream.get()
+                while cause is not None:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            event = await stream.get()
+                    except TimeoutError:
+                        cause = "deadline"
+                        raise DeadlineExceeded(f"request {request.request_id!r} ran out of time") from None
                     if isinstance(event, PacelineError):
                         raise event
-                    over = isinstance(event, Over)
+                    if isinstance(event, Over):
+                        cause = None
                     yield self._response(event)
             finally:
                 del self._streams[reservation]
-                if not over:
-                    self.metrics.aborts.labels("stream_lost").inc()
-                    self.send(EndRequest(reservation_id=reservation, stream_lost=True))
+                if cause is not None:
+                    self.metrics.aborts.labels(cause).inc()
+                    self.send(EndRequest(reservation_id=reservation, cause=cause))
 
     async def ClaimWrite(
         self, request: decode_pb2.ClaimWriteRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ClaimWriteResponse:
         """Makes a prefill worker the one writer; see the proto."""
         async with wire.answering_errors(context):
+            log.bind(reservation=request.reservation_id)
             self.check_epoch(request.decode_epoch)
             writer = wire.key_from_proto(request.writer)
-            await self.registration.resolve(writer)
+            peer = await self.registration.resolve(writer)
+            if not hmac.compare_digest(peer.claim_token, request.claim_token):
+                raise InvalidRequest("claim_token", f"is not the one that {writer} registered with")
+            self._writers[writer] = peer.lock_id
             call_id, answer = self._call()
             self.send(
                 ClaimWrite(
@@ -340,7 +383,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     async def _stop_writer(self, order: StopWriter) -> None:
         """Asks a prefill worker to stop, and tells the engine when nothing of the attempt can be written any more.
 
-        The engine asks again while it has no answer, so a call that fails is not repeated here.
+        The engine orders it again while it has no answer, so a call that fails is not repeated here.
         """
         try:
             peer = await self.registration.resolve(order.writer)
@@ -361,10 +404,19 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
                 lost=isinstance(translated, WorkerLost),
             )
             return
+        finally:
+            self._stopping.discard(order)
         if answer.epoch > order.writer.epoch:
-            self.send(WriterReborn(by=WorkerKey(order.writer.worker_id, answer.epoch)))
+            self._proves(WorkerKey(order.writer.worker_id, answer.epoch), answer.lock_id)
         else:
             self.send(WriterStopped(reservation_id=order.reservation_id, attempt=order.attempt, writer=order.writer))
+
+
+def _deadline(request: decode_pb2.DecodeGenerateRequest) -> float | None:
+    """On the loop's clock; None where the request has none."""
+    if not request.HasField("timeout"):
+        return None
+    return asyncio.get_running_loop().time() + wire.seconds(request.timeout)
 
 
 async def serve(config: DecodeConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from paceline.kvtransfer.layout import Fingerprint
 from paceline.services.worker.messages import Failure, Message, Ping, Report
@@ -45,7 +45,7 @@ class EndRequest(Message, frozen=True, kw_only=True):
     """The caller gave up. Where the request was live, answered by `Over`."""
 
     reservation_id: ReservationId
-    stream_lost: bool = False
+    cause: Literal["cancelled", "stream_lost", "deadline"] = "cancelled"
 
 
 class EndChoice(Message, frozen=True, kw_only=True):
@@ -63,13 +63,13 @@ class WriterStopped(Message, frozen=True, kw_only=True):
     writer: WorkerKey
 
 
-class WriterReborn(Message, frozen=True, kw_only=True):
-    """A new life of a prefill worker holds its start lock: the earlier ones are dead."""
+class WriterDead(Message, frozen=True, kw_only=True):
+    """This life of a prefill worker is over: a later one holds the very start lock that it held."""
 
-    by: WorkerKey
+    writer: WorkerKey
 
 
-DecodeCommand: TypeAlias = Reserve | ClaimWrite | GiveUpAttempt | EndRequest | EndChoice | WriterStopped | WriterReborn
+DecodeCommand: TypeAlias = Reserve | ClaimWrite | GiveUpAttempt | EndRequest | EndChoice | WriterStopped | WriterDead
 
 
 # Engine to front

@@ -59,6 +59,8 @@ class Land(Generic[B]):
     blocks: B
     first_tokens: tuple[int, ...]
     first_logprobs: tuple[TokenLogprob, ...] = ()
+    landed_parts: int = 0  # with blocks
+    landed_blocks: int = 0
 
 
 @dataclass(frozen=True)

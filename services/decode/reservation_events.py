@@ -80,6 +80,7 @@ class Part:
     last: bool = False
     first_tokens: tuple[int, ...] = ()  # token ids that P sampled, one a choice; they come with the last part
     first_logprobs: tuple[TokenLogprob, ...] = ()  # theirs, where they were asked for
+    num_blocks: int = 0  # that came with it
 
 
 @dataclass(frozen=True, slots=True)

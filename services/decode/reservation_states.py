@@ -117,6 +117,8 @@ class Reservation(Generic[B]):
     total_parts: int | None = None  # known once the last part is there
     first_tokens: tuple[int, ...] = ()
     first_logprobs: tuple[TokenLogprob, ...] = ()
+    landed_parts: int = 0  # with blocks
+    landed_blocks: int = 0
 
     @property
     def has_landed(self) -> bool:
@@ -254,14 +256,30 @@ def _take(r: Reservation[B], part: Part, now: float) -> Step[B]:
     contradictory = part.part < 0 or (part.last and r.total_parts is not None)
     if contradictory or (total is not None and max(parts) >= total):
         return Step(r, ignored=Ignored.CONTRADICTORY_PART)
-    after = replace(r, parts=parts, total_parts=total, deadline=now + r.patience.silence_s)
+    after = replace(
+        r,
+        parts=parts,
+        total_parts=total,
+        landed_parts=r.landed_parts + (part.num_blocks > 0),
+        landed_blocks=r.landed_blocks + part.num_blocks,
+        deadline=now + r.patience.silence_s,
+    )
     if part.last:
         after = replace(after, first_tokens=part.first_tokens, first_logprobs=part.first_logprobs)
     if len(parts) != total:
         return Step(after)
     assert r.blocks is not None, "a reservation that is written to has its blocks"
     landed = replace(after, state=State.LANDED, blocks=None, deadline=None)
-    return Step(landed, (Land(r.id, r.attempt, r.blocks, after.first_tokens, after.first_logprobs),))
+    land = Land(
+        r.id,
+        r.attempt,
+        r.blocks,
+        after.first_tokens,
+        after.first_logprobs,
+        landed_parts=after.landed_parts,
+        landed_blocks=after.landed_blocks,
+    )
+    return Step(landed, (land,))
 
 
 def _end(r: Reservation[B], cause: EndCause) -> Step[B]:

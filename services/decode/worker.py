@@ -17,7 +17,7 @@ from paceline.config import DecodeConfig
 from paceline.engine.block_pool import BlockLease
 from paceline.engine.finish import finish_reason
 from paceline.engine.request import Progress, StepOutput
-from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError
+from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError, TransferFailed
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.kvtransfer.transfer import PartNotification
 from paceline.log import get_logger
@@ -43,7 +43,7 @@ from paceline.services.decode.messages import (
     Reserved,
     StopWriter,
     WriteGranted,
-    WriterReborn,
+    WriterDead,
     WriterStopped,
 )
 from paceline.services.decode.request import LiveRequest
@@ -72,7 +72,7 @@ from paceline.services.decode.reservation_events import (
     Retarget,
     StepTaken,
     Target,
-    WriterReplaced,
+    WriterProvenDead,
     WriterTerminal,
 )
 from paceline.services.decode.reservation_states import Patience, State
@@ -88,7 +88,7 @@ from paceline.types import (
     TokenLogprob,
     WorkerLoad,
     blocks_to_admit,
-    check_prompt,
+    check_lengths,
 )
 
 _log = get_logger(__name__)
@@ -160,15 +160,14 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                 target = Target.LOCAL if command.local else Target.REMOTE
                 self._feed(Retarget(command.reservation_id, command.attempt, target), call_id=command.call_id)
             case EndRequest():
-                cause = EndCause.STREAM_LOST if command.stream_lost else EndCause.CANCELLED
-                self._feed(Cancel(command.reservation_id, cause))
+                self._feed(Cancel(command.reservation_id, EndCause(command.cause)))
             case EndChoice():
                 self._end_choice(command)
             case WriterStopped():
                 # What it sent may lie in buffers still: the blocks are free when the transport has drained them.
                 self.agent.drain(WriterTerminal(command.reservation_id, command.attempt, command.writer))
-            case WriterReborn():
-                self.agent.drain(WriterReplaced(command.by))
+            case WriterDead():
+                self.agent.drain(WriterProvenDead(command.writer))
 
     def _reserve(self, command: Reserve) -> None:
         reservation = command.reservation_id
@@ -177,7 +176,8 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         request = LiveRequest(command.prompt, sampling, command.priority, root)
         request.choices = [Choice() for _ in range(sampling.n)]
         try:
-            check_prompt(command.prompt, max_tokens=command.sampling.max_tokens, limits=self.engine.limits)
+            # The front has checked the ids; this loop is everybody's.
+            check_lengths(len(command.prompt), max_tokens=command.sampling.max_tokens, limits=self.engine.limits)
             if len(self._requests) >= self._capacity:
                 raise Overloaded(f"{len(self._requests)} requests are in hand, the limit", retry_after_s=0.5)
             if command.local and not self._may_prefill:
@@ -243,7 +243,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         for part in events.parts:
             self._landed(part)
         for ended in events.drained:
-            assert isinstance(ended, WriterTerminal | WriterReplaced), "only the ends of writers are drained"
+            assert isinstance(ended, WriterTerminal | WriterProvenDead), "only the ends of writers are drained"
             self._feed(ended)
 
     def stepped(self, output: StepOutput) -> None:
@@ -293,18 +293,16 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             now = time.monotonic()
             request.first_part_at = request.first_part_at or now
             request.landed_at = now
-            if part.num_blocks:
-                request.parts_landed += 1
-                request.blocks_landed += part.num_blocks
         self._feed(
             Part(
                 part.reservation_id,
                 part.attempt,
                 part.writer,
                 part.part,
-                part.last,
-                part.first_tokens,
-                part.first_logprobs,
+                last=part.last,
+                num_blocks=part.num_blocks,
+                first_tokens=part.first_tokens,
+                first_logprobs=part.first_logprobs,
             )
         )
 
@@ -510,6 +508,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                 self.events.append(CallRefused(call_id=call_id, failure=Failure.of(_no_prefill_here())))
             return
         request.attempts = max(request.attempts, new.attempt)
+        request.first_part_at = None  # of the attempt that was given up
         self.events.append(
             Redirected(
                 reservation_id=new.reservation,
@@ -521,6 +520,15 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _land(self, land: Land[BlockLease]) -> None:
         request = self._requests[land.reservation]
+        request.parts_landed, request.blocks_landed = land.landed_parts, land.landed_blocks
+        if land.landed_blocks != request.missing_blocks:
+            # What is missing would be read as other requests' old KV.
+            error = TransferFailed(
+                f"{land.landed_blocks} blocks landed for a prompt of {len(request.prompt)} tokens, of which "
+                f"{request.missing_blocks} were missing here"
+            )
+            self._reject(land.reservation, land.blocks, error)
+            return
         lease = request.joined(land.blocks)
         if request.sampling.n > 1:
             self._start(land.reservation, lease, land.first_tokens, land.first_logprobs)

@@ -16,16 +16,18 @@ from typing import Any, Final
 
 import grpc
 
-from paceline import wire
+from paceline import log, wire
 from paceline.config import PrefillConfig
 from paceline.errors import (
+    DeadlineExceeded,
     InvalidRequest,
+    Overloaded,
     PacelineError,
     RequestCancelled,
     StaleEpoch,
     UnknownReservation,
+    WorkerLost,
 )
-from paceline.log import get_logger
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.prefill.messages import (
     AbortAttempt,
@@ -45,9 +47,13 @@ from paceline.services.worker.peers import PeerChannels
 from paceline.services.worker.registration import PeerInfo
 from paceline.types import ReservationId, Role, WorkerKey, check_prompt
 
-_log = get_logger(__name__)
+_log = log.get_logger(__name__)
 
-_CLAIM_S: Final = 5.0
+_CLAIM_S: Final = 30.0
+"""How long a claim may take. The decode worker answers between two steps; its own timer gives an attempt up earlier."""
+_EARLY_CLAIM_S: Final = 5.0
+"""How long a claim may be ahead of its reservation."""
+_TELL_AGAIN_S: Final = 0.2
 _CLAIM_PAUSE_S: Final = 0.002
 _CLAIM_PAUSE_MOST_S: Final = 0.1
 
@@ -132,6 +138,7 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
     ) -> prefill_pb2.PrefillResponse:
         """Computes a prompt; see the proto."""
         async with wire.answering_errors(context):
+            log.bind(request_id=request.request_id, reservation=request.reservation_id)
             began = time.monotonic()
             command = await asyncio.to_thread(self._validated, request)
             peer = await self.registration.resolve(wire.key_from_proto(request.decode.worker))
@@ -162,11 +169,11 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
             if request.epoch > self.key.epoch:
                 raise StaleEpoch(f"this is {self.key}, and the later epoch {request.epoch} was meant")
             found = False
-            # An earlier life is dead, for this one holds its start lock: nothing of it can write any more.
+            # An earlier life is not ours to stop. Where it held our start lock, which `lock_id` tells, it is dead.
             if request.epoch == self.key.epoch:
                 found = await self._stop(Attempt(ReservationId(request.reservation_id), request.attempt))
             return prefill_pb2.PrefillAbortResponse(
-                epoch=self.key.epoch, found=found, load=wire.load_to_proto(self.load)
+                epoch=self.key.epoch, lock_id=self.lock_id, found=found, load=wire.load_to_proto(self.load)
             )
 
     async def GetLoads(
@@ -232,7 +239,8 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
             del self._calls[attempt]
 
     async def _claim(self, attempt: Attempt, call: _Call) -> None:
-        """Claims the destination and tells the engine; a claim that fails fails the call."""
+        """Claims the destination and tells the engine; a claim that fails, in whatever way, fails the call."""
+        error: PacelineError = WorkerLost(f"the claim on {call.peer.key} was cut off")
         try:
             granted = await self._claimed(attempt, call)
             self.send(
@@ -245,10 +253,18 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
                     fingerprint=fingerprint_from_proto(granted.fingerprint),
                 )
             )
-        except PacelineError as error:
-            _log.info("claim refused", attempt=str(attempt), reason=error.reason, error=error.message)
-            call.fail(error)
-            self._abandon(attempt)
+            return
+        except PacelineError as refusal:
+            error = refusal
+        except asyncio.CancelledError:
+            # A channel closed under the call says so too: its worker was replaced.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+        _log.info("claim refused", attempt=str(attempt), reason=error.reason, error=error.message)
+        if call.answer.done() and call.answer.exception() is None:
+            await self._tell_target(attempt, call.peer.key, error)
+        call.fail(error)
+        self._abandon(attempt)
 
     async def _claimed(self, attempt: Attempt, call: _Call) -> decode_pb2.ClaimWriteResponse:
         stub = decode_pb2_grpc.DecodeStub(self._channels.to(call.peer))
@@ -257,9 +273,10 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
             attempt=attempt.number,
             decode_epoch=call.peer.key.epoch,
             writer=wire.key_to_proto(self.key),
+            claim_token=self.claim_token,
             fingerprint=fingerprint_to_proto(self.ready.fingerprint),
         )
-        deadline = time.monotonic() + _CLAIM_S
+        deadline = time.monotonic() + _EARLY_CLAIM_S
         pause_s = _CLAIM_PAUSE_S
         while True:
             try:
@@ -267,6 +284,8 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
                 return answer
             except grpc.RpcError as error:
                 translated = wire.error_from_rpc(error)
+                if isinstance(translated, DeadlineExceeded):  # of this call, not the request's
+                    translated = WorkerLost(f"{call.peer.key} did not answer a claim within {_CLAIM_S:g} s")
                 given_up = call.answer.done() and call.answer.exception() is not None
                 if not isinstance(translated, UnknownReservation) or given_up or time.monotonic() > deadline:
                     raise translated from error
@@ -304,7 +323,13 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         self.background(self._stop_quietly(attempt))
 
     async def _stop_quietly(self, attempt: Attempt) -> None:
-        await self._stop(attempt)
+        """Until the engine has taken the order: what is not stopped keeps its blocks."""
+        while True:
+            try:
+                await self._stop(attempt)
+                return
+            except Overloaded:
+                await asyncio.sleep(_TELL_AGAIN_S)
 
     async def _stop(self, attempt: Attempt) -> bool:
         """Stops the attempt in the engine; returns when it is terminal, with whether it was known."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.engine.block_pool import BlockLease
+from paceline.errors import TransferFailed
 from paceline.kvtransfer.outgoing import Outgoing, OutgoingState
 from paceline.services.prefill.messages import Attempt
 from paceline.types import BLOCK_TOKENS, RequestId, TokenLogprob, blocks_for
@@ -17,6 +18,10 @@ from paceline.types import BLOCK_TOKENS, RequestId, TokenLogprob, blocks_for
 KEEP_ALIVE_S: Final = 2.5
 """Longest silence of a live writer. The target gives a writer up after four times as long, so that it tells a stopped
 writer from one whose prompt waits its turn."""
+
+
+UNCLAIMED_S: Final = 60.0
+"""Seconds for which a computed prompt waits for its claim; whoever made it gives up earlier."""
 
 
 class Handoff:
@@ -71,6 +76,12 @@ class Handoff:
         return self._cut if self.outgoing is None else self.outgoing.terminal
 
     @property
+    def give_up_at(self) -> float | None:
+        """When a computed prompt that nobody claimed is let go, in monotonic seconds: nothing was posted."""
+        unclaimed = self.outgoing is None and self._first_tokens is not None and not self._cut
+        return self._spoke_at + UNCLAIMED_S if unclaimed else None
+
+    @property
     def failed(self) -> bool:
         """True where the transport gave a write up, and not we."""
         return not self._cut and self.outgoing is not None and self.outgoing.state is OutgoingState.FAILED
@@ -80,6 +91,15 @@ class Handoff:
         """When the target must hear of us again, in monotonic seconds; None where it awaits nothing."""
         waiting = self.outgoing is not None and self._first_tokens is None and not self._cut
         return self._spoke_at + KEEP_ALIVE_S if waiting else None
+
+    def check_target(self, target_blocks: Sequence[int], held_tokens: int) -> None:
+        """Raises TransferFailed for a grant that does not fit the prompt: the two calls were of different prompts."""
+        expected = blocks_for(self.num_prompt) - held_tokens // BLOCK_TOKENS
+        if held_tokens >= self.num_prompt or len(target_blocks) != expected:
+            raise TransferFailed(
+                f"{len(target_blocks)} blocks were granted, and {held_tokens} tokens are held, for a prompt of "
+                f"{self.num_prompt} tokens: the reservation is another prompt's"
+            )
 
     def grant(self, outgoing: Outgoing, target_blocks: Sequence[int], held_tokens: int, now: float) -> None:
         """The claim succeeded: posts what is finished by now."""
@@ -99,6 +119,7 @@ class Handoff:
         """The prompt is whole and its first tokens are known, one a choice: the rest goes, with them."""
         self._finished = blocks_for(self.num_prompt)
         self._first_tokens, self._first_logprobs = tuple(first_tokens), tuple(first_logprobs)
+        self._spoke_at = max(self._spoke_at, now)
         self._post(now)
 
     def chunk_begins(self) -> None:

@@ -9,6 +9,7 @@ The front hears of the first token before the last part is posted: it never wait
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from paceline.config import PrefillConfig
 from paceline.engine.request import Progress, StepOutput
@@ -35,9 +36,12 @@ from paceline.services.prefill.messages import (
 from paceline.services.worker.host import Host
 from paceline.services.worker.loop import CommandLink, EngineLoop, main
 from paceline.services.worker.messages import IDLE, Activity, Failure, Ping
-from paceline.types import BLOCK_TOKENS, RequestId, WorkerKey, WorkerLoad, check_prompt
+from paceline.types import BLOCK_TOKENS, RequestId, WorkerKey, WorkerLoad, check_lengths
 
 _log = get_logger(__name__)
+
+_MEASURE_S: Final = 2.0
+"""Longest that a measurement may hold the loop up: less than targets wait for a sign of life."""
 
 
 class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
@@ -85,7 +89,8 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
 
     def _start(self, command: StartPrefill) -> None:
         attempt = command.attempt
-        check_prompt(command.prompt, max_tokens=1, limits=self.engine.limits)
+        # The front has checked the ids; this loop is everybody's.
+        check_lengths(len(command.prompt), max_tokens=1, limits=self.engine.limits)
         if attempt in self._handoffs:
             raise InvalidRequest("reservation_id", f"attempt {attempt} is in work already")
         if len(self._handoffs) >= self._capacity:
@@ -115,14 +120,19 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
 
     def _write_to(self, command: WriteTo) -> None:
         handoff = self._handoffs.get(command.attempt)
-        if handoff is None or handoff.outgoing is not None:
-            return  # aborted while its claim was under way, or granted twice
+        if handoff is None:
+            return  # aborted while its claim was under way
         try:
-            self.agent.connect_peer(command.target, command.agent, command.fingerprint)
-            outgoing = self.agent.outgoing(command.target, command.attempt.reservation_id, command.attempt.number)
+            self._open(handoff, command)
         except PacelineError as error:
-            self._give_up(handoff, error)
-            return
+            self._give_up(handoff, error, command.target)
+
+    def _open(self, handoff: Handoff, command: WriteTo) -> None:
+        if handoff.outgoing is not None:
+            return  # granted twice
+        handoff.check_target(command.blocks, command.held_tokens)
+        self.agent.connect_peer(command.target, command.agent, command.fingerprint)
+        outgoing = self.agent.outgoing(command.target, command.attempt.reservation_id, command.attempt.number)
         handoff.grant(outgoing, command.blocks, command.held_tokens, time.monotonic())
 
     def _abort(self, command: AbortAttempt) -> None:
@@ -151,7 +161,7 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             self._handoffs[attempt] = handoff
             self.agent.connect_peer(command.target, command.agent, command.fingerprint)
             handoff.outgoing = self.agent.outgoing(command.target, attempt.reservation_id, attempt.number)
-            speed = self.agent.measure(handoff.outgoing, lease.blocks, command.blocks)
+            speed = self.agent.measure(handoff.outgoing, lease.blocks, command.blocks, timeout_s=_MEASURE_S)
         except PacelineError as error:
             failure = Failure.of(error)
         self.events.append(Measured(attempt=attempt, bytes_per_second=speed, failure=failure))
@@ -164,6 +174,17 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         """Notes what has arrived before each chunk."""
         for handoff in self._handoffs.values():
             handoff.chunk_begins()
+
+    def handle_between_layers(self, command: PrefillCommand) -> bool:
+        """Takes in a grant: the target counts our silence from its claim on, and only an open way can break it."""
+        handoff = self._handoffs.get(command.attempt) if isinstance(command, WriteTo) else None
+        if handoff is None or not isinstance(command, WriteTo):
+            return False
+        try:
+            self._open(handoff, command)
+        except PacelineError:
+            return False  # after the step, where the engine can let go of the prompt, it fails again
+        return True
 
     def between_layers(self) -> None:
         """A step may take longer than targets wait for a sign of life."""
@@ -195,21 +216,25 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             if handoff is not None and handoff.failed:
                 # A transport refuses a peer that it lost once; the next hand-off connects anew.
                 self.agent.drop_peer(outgoing.target)
-                self._give_up(handoff, TransferFailed(f"writing to {outgoing.target}: {outgoing.error}"))
+                error = TransferFailed(f"writing to {outgoing.target}: {outgoing.error}")
+                self._give_up(handoff, error, outgoing.target)
         for outgoing in events.terminal:
             handoff = self._handoffs.get(Attempt(outgoing.reservation_id, outgoing.attempt))
             if handoff is not None:
                 self._settle(handoff)
 
     def expire(self, now: float) -> None:
-        """Keeps targets informed of writers whose prompt waits its turn."""
-        for handoff in self._handoffs.values():
+        """Keeps targets informed of writers whose prompt waits its turn, and lets go of what nobody claims."""
+        for handoff in list(self._handoffs.values()):
+            if (due := handoff.give_up_at) is not None and due <= now:
+                self._give_up(handoff, TransferFailed("nobody granted a claim for it"), None)
             if (due := handoff.keep_alive_at) is not None and due <= now:
                 handoff.keep_alive(now)
 
     def next_deadline(self) -> float | None:
-        """The earliest keep-alive."""
-        return min((due for each in self._handoffs.values() if (due := each.keep_alive_at) is not None), default=None)
+        """The earliest of them."""
+        timers = ((each.keep_alive_at, each.give_up_at) for each in self._handoffs.values())
+        return min((due for pair in timers for due in pair if due is not None), default=None)
 
     def _tell_end(self, handoff: Handoff, done: Progress) -> None:
         if done.error is not None:
@@ -233,10 +258,9 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
             )
         )
 
-    def _give_up(self, handoff: Handoff, error: PacelineError) -> None:
-        """The hand-off cannot go on; the front decides who is to know."""
+    def _give_up(self, handoff: Handoff, error: PacelineError, target: WorkerKey | None) -> None:
+        """The hand-off cannot go on; the front decides who is to know. `target` has granted the claim, and waits."""
         _log.warning("hand-off given up", attempt=str(handoff.attempt), reason=error.reason, error=error.message)
-        target = None if handoff.outgoing is None else handoff.outgoing.target
         self._fail(handoff.attempt, error, target)
         self._cut(handoff, error.message)
 

@@ -94,6 +94,11 @@ class Admission(Generic[P]):
     def __len__(self) -> int:
         return len(self._line)
 
+    @property
+    def retry_after_s(self) -> float:
+        """When a place in the line is likely, in seconds."""
+        return self._line.retry_after_s
+
     def ticket(self, *, priority: int) -> Ticket:
         """A new request's place in the order. It waits only once `place` is called."""
         return Ticket(next(self._numbers), priority=priority, patience_s=self._patience_s)

@@ -1,7 +1,6 @@
 """The router's calls to one worker, in own types: the one place in the router's request path that speaks protobuf.
 
-A call is cancelled explicitly, by `cancel`. Closing a worker's client (it restarted, or its lease ended) fails its
-calls with WorkerLost.
+A call is cancelled explicitly, by `cancel`. Closing a worker's client (it restarted) fails its calls with WorkerLost.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ import grpc
 import msgspec
 
 from paceline import wire
-from paceline.errors import EngineError, WorkerLost
+from paceline.errors import DeadlineExceeded, EngineError, WorkerLost
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from paceline.services.router.registry import WorkerInfo
 from paceline.types import FinishReason, ReservationId, Role, SamplingParams, TokenLogprob, WorkerLoad
 
-CONTROL_TIMEOUT_S: Final = 5.0
-"""Bound on Retarget and Abort, which a live worker answers at once."""
+ABORT_TIMEOUT_S: Final = 5.0
+"""Bound on Abort, which a live worker answers at once."""
+RETARGET_TIMEOUT_S: Final = 30.0
+"""Bound on Retarget, which a decode worker answers between two steps of its engine."""
 _LATE_S: Final = 2.0
 """A worker's own deadline comes this much later than the router's, which is the one that is reported."""
 
@@ -204,7 +205,7 @@ class WorkerClient:
             sampling=wire.sampling_to_proto(job.sampling),
             reservation_id=job.reservation_id,
             attempt=attempt,
-            decode=peer_to_proto(decode),
+            decode=target_to_proto(decode),
             timeout=wire.duration(job.timeout_s),
             priority=job.priority,
             cache_salt=job.cache_salt,
@@ -234,7 +235,7 @@ class WorkerClient:
             to=decode_pb2.RETARGET_TO_LOCAL if local else decode_pb2.RETARGET_TO_REMOTE,
         )
         async with _failing_as(self.info):
-            answer = await self._stub.Retarget(request, timeout=CONTROL_TIMEOUT_S)
+            answer = await self._stub.Retarget(request, timeout=RETARGET_TIMEOUT_S)
         load = _load(answer)
         match answer.WhichOneof("outcome"):
             case "attempt":
@@ -250,12 +251,12 @@ class WorkerClient:
         """Ends a request, or one choice of it, on a decode worker by its reservation."""
         async with _failing_as(self.info):
             await self._stub.Abort(
-                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id, choice=choice), timeout=CONTROL_TIMEOUT_S
+                decode_pb2.DecodeAbortRequest(reservation_id=reservation_id, choice=choice), timeout=ABORT_TIMEOUT_S
             )
 
 
-def peer_to_proto(info: WorkerInfo) -> common_pb2.Peer:
-    """A worker for the wire, as its peers need it."""
+def target_to_proto(info: WorkerInfo) -> common_pb2.Peer:
+    """A decode worker, as a prefill worker is told of its target. What proves it comes from the registry alone."""
     return common_pb2.Peer(worker=wire.key_to_proto(info.key), role=wire.role_to_proto(info.role), address=info.address)
 
 
@@ -267,6 +268,9 @@ async def _failing_as(worker: WorkerInfo) -> AsyncIterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         own = wire.error_from_rpc(error)
+        if isinstance(own, DeadlineExceeded) and not wire.is_own(error):
+            # A bound of this router's on the call; the request's own deadline is the relay's to tell.
+            raise WorkerLost(f"{who} did not answer in time") from error
         raise (WorkerLost(f"{who} is lost: {own.message}") if type(own) is WorkerLost else own) from error
     except grpc.aio.UsageError as error:  # a call on a channel that is closed
         raise WorkerLost(f"{who} is gone") from error
@@ -275,7 +279,7 @@ async def _failing_as(worker: WorkerInfo) -> AsyncIterator[None]:
         if task is not None and task.cancelling():
             raise
         # Nobody cancelled this task: the channel was closed under the call.
-        raise WorkerLost(f"{who} is gone: it restarted, or its lease has ended") from None
+        raise WorkerLost(f"{who} is gone: it restarted") from None
 
 
 def _load(message: Any) -> WorkerLoad | None:

@@ -14,6 +14,8 @@ from paceline.types import BLOCK_TOKENS, Limits, WorkerKey, check_token_ids
 
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_EOS_IDS: Final = 64
+_MAX_LOCK_ID: Final = 256
+_MAX_CLAIM_TOKEN_BYTES: Final = 64
 _MAX_ADDRESS: Final = 255 + len(":65535")
 
 
@@ -32,6 +34,12 @@ def read_worker(message: common_pb2.WorkerInfo, *, model: str) -> WorkerInfo:
         raise InvalidRequest(
             "fingerprint.block_tokens", f"{message.fingerprint.block_tokens} is not {BLOCK_TOKENS}, as blocks have here"
         )
+    if len(message.lock_id) > _MAX_LOCK_ID:
+        raise InvalidRequest("lock_id", f"{len(message.lock_id)} characters are over the limit of {_MAX_LOCK_ID}")
+    if len(message.claim_token) > _MAX_CLAIM_TOKEN_BYTES:
+        raise InvalidRequest(
+            "claim_token", f"{len(message.claim_token)} bytes are over the limit of {_MAX_CLAIM_TOKEN_BYTES}"
+        )
     return WorkerInfo(
         key=key,
         role=role,
@@ -40,6 +48,8 @@ def read_worker(message: common_pb2.WorkerInfo, *, model: str) -> WorkerInfo:
         limits=limits,
         fingerprint=message.fingerprint.SerializeToString(deterministic=True),
         eos_token_ids=eos_token_ids,
+        lock_id=message.lock_id,
+        claim_token=message.claim_token,
     )
 
 
@@ -53,7 +63,7 @@ def read_key(message: common_pb2.WorkerKey) -> WorkerKey:
 
 
 def worker_to_proto(info: WorkerInfo) -> common_pb2.WorkerInfo:
-    """A worker for the wire, as it registered."""
+    """A worker for anyone's eyes: as it registered, less its claim token."""
     return common_pb2.WorkerInfo(
         worker=wire.key_to_proto(info.key),
         role=wire.role_to_proto(info.role),
@@ -62,6 +72,18 @@ def worker_to_proto(info: WorkerInfo) -> common_pb2.WorkerInfo:
         limits=wire.limits_to_proto(info.limits),
         fingerprint=common_pb2.Fingerprint.FromString(info.fingerprint),
         eos_token_ids=info.eos_token_ids,
+        lock_id=info.lock_id,
+    )
+
+
+def peer_to_proto(info: WorkerInfo) -> common_pb2.Peer:
+    """A worker for the registered workers of the other tier alone: with the claim token."""
+    return common_pb2.Peer(
+        worker=wire.key_to_proto(info.key),
+        role=wire.role_to_proto(info.role),
+        address=info.address,
+        lock_id=info.lock_id,
+        claim_token=info.claim_token,
     )
 
 

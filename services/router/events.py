@@ -8,6 +8,7 @@ import msgspec
 
 from paceline.errors import (
     Draining,
+    EngineError,
     EngineLost,
     FingerprintMismatch,
     PacelineError,
@@ -59,7 +60,13 @@ class RetargetFailed(msgspec.Struct, frozen=True):
     error: PacelineError
 
 
-Event = DecodeEvent | PrefillReplied | PrefillFailed | DecodeFailed | RetargetOutcome | RetargetFailed
+class CallBroke(msgspec.Struct, frozen=True):
+    """A call ended in a fault of this router's own."""
+
+    error: EngineError
+
+
+Event = DecodeEvent | PrefillReplied | PrefillFailed | DecodeFailed | RetargetOutcome | RetargetFailed | CallBroke
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -88,7 +95,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Again(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing reached the client yet, and another place may do. `refused`: it was full; else it was lost."""
+    """Another place may do, and will say the same tokens again. `refused`: it was full; else it was lost."""
 
     error: PacelineError
     refused: bool

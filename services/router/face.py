@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 import paceline
 from paceline import wire
-from paceline.errors import Draining, InvalidRequest, PacelineError, RequestCancelled, quote
+from paceline.errors import Draining, InvalidRequest, Overloaded, PacelineError, RequestCancelled, quote
 from paceline.log import bound
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
 from paceline.services.router.answer import Answer, ChoiceEnd, Piece, Summary
 from paceline.services.router.best_of import BestOf
-from paceline.services.router.calls import peer_to_proto
 from paceline.services.router.choices import Choices
-from paceline.services.router.enrolment import read_key, read_worker, worker_to_proto
-from paceline.services.router.prompt import PromptReader, read_request_id
+from paceline.services.router.enrolment import peer_to_proto, read_key, read_worker, worker_to_proto
+from paceline.services.router.prompt import PromptReader, Request, read_request_id
+from paceline.services.router.reading import Reading
 from paceline.services.router.relay import Means, Relay
 from paceline.types import RequestId, Role
+
+_READINGS_OVER_QUEUE: Final = 64
+"""So many prompts may be read at once beyond those that could wait: with a short queue, bursts are read still."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,12 +31,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RouterFace(router_pb2_grpc.RouterServicer):
     """The servicer `paceline.v1.Router`."""
 
-    def __init__(self, means: Means, reader: PromptReader, *, lease_s: float, heartbeat_s: float) -> None:
+    def __init__(
+        self, means: Means, reader: PromptReader, *, lease_s: float, heartbeat_s: float, queue_size: int
+    ) -> None:
         self._means = means
         self._reader = reader
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
-        self._live: dict[RequestId, Relay | None] = {}  # None while the prompt is being read
+        self._live: dict[RequestId, Reading | Relay] = {}
+        self._most_readings = queue_size + _READINGS_OVER_QUEUE
+        self._readings = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -55,10 +62,10 @@ class RouterFace(router_pb2_grpc.RouterServicer):
 
     async def Abort(self, request: router_pb2.RouterAbortRequest, context: Context) -> router_pb2.RouterAbortResponse:
         """Ends a request by its id."""
-        relay = self._live.get(RequestId(request.request_id))
-        if relay is not None:
-            relay.interrupt(RequestCancelled("the request was aborted by its id"))
-        return router_pb2.RouterAbortResponse(found=relay is not None)
+        live = self._live.get(RequestId(request.request_id))
+        if live is not None:
+            live.interrupt(RequestCancelled("the request was aborted by its id"))
+        return router_pb2.RouterAbortResponse(found=live is not None)
 
     async def drain(self, *, grace_s: float) -> None:
         """Refuses new requests, and returns when those in hand have ended, or were cut off after `grace_s`."""
@@ -67,9 +74,8 @@ class RouterFace(router_pb2_grpc.RouterServicer):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            for relay in self._live.values():
-                if relay is not None:
-                    relay.interrupt(Draining(f"the router stops, and its grace of {grace_s:g} s is over"))
+            for request in self._live.values():
+                request.interrupt(Draining(f"the router stops, and its grace of {grace_s:g} s is over"))
 
     def _enter(self, asked: str) -> RequestId:
         if self._draining:
@@ -77,7 +83,12 @@ class RouterFace(router_pb2_grpc.RouterServicer):
         request_id = read_request_id(asked)
         if request_id in self._live:
             raise InvalidRequest("request_id", f"{quote(request_id)} is in use by a request that has not ended")
-        self._live[request_id] = None
+        if self._readings >= self._most_readings:
+            raise Overloaded(
+                f"{self._readings} prompts are being read, and the limit is {self._most_readings}",
+                retry_after_s=self._means.admission.retry_after_s,
+            )
+        self._live[request_id] = Reading()
         self._idle.clear()
         return request_id
 
@@ -85,8 +96,7 @@ class RouterFace(router_pb2_grpc.RouterServicer):
         arrived = self._now
         means = self._means
         try:
-            limits = means.fleet.limits(means.own_limits)
-            request = await self._reader.read(message, request_id=request_id, limits=limits)
+            request = await self._read(message, request_id)
         except PacelineError as error:
             means.metrics.requests.labels(error.reason.lower()).inc()
             raise
@@ -107,6 +117,19 @@ class RouterFace(router_pb2_grpc.RouterServicer):
 
         relay = self._live[request_id] = Relay(request, answers, means, write, arrived=arrived)
         await relay.run()
+
+    async def _read(self, message: router_pb2.GenerateRequest, request_id: RequestId) -> Request:
+        reading = self._live[request_id]
+        assert isinstance(reading, Reading), "a request is read before it is relayed"
+        timeout_s = self._reader.timeout_s(message)
+        limits = self._means.fleet.limits(self._means.own_limits)
+        self._readings += 1
+        try:
+            return await reading.run(
+                self._reader.read(message, request_id=request_id, limits=limits), timeout_s=timeout_s
+            )
+        finally:
+            self._readings -= 1
 
     # ---- what is known -----------------------------------------------------------------------------------------------
 
@@ -158,7 +181,7 @@ class RouterFace(router_pb2_grpc.RouterServicer):
         """Makes a worker known."""
         async with wire.answering_errors(context):
             info = read_worker(request.info, model=self._reader.model)
-            self._means.fleet.register(info, wire.load_from_proto(request.load))
+            self._means.fleet.register(info, wire.load_from_proto(request.load), draining=request.draining)
             return router_pb2.RegisterResponse(
                 lease=wire.duration(self._lease_s),
                 heartbeat=wire.duration(self._heartbeat_s),

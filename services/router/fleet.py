@@ -24,7 +24,7 @@ from paceline.services.router.placement import (
     another_prefill,
     least_loaded,
 )
-from paceline.services.router.registry import Claim, Registered, Registry, WorkerInfo
+from paceline.services.router.registry import STALLED_S, Claim, Registered, Registry, WorkerInfo
 from paceline.types import Limits, Role, WorkerKey, WorkerLoad
 
 _log = get_logger(__name__)
@@ -47,11 +47,12 @@ class Fleet:
         self,
         *,
         lease_s: float,
+        stalled_s: float = STALLED_S,
         policy: Policy,
         metrics: RouterMetrics,
         placement: Placement = least_loaded,
     ) -> None:
-        self.registry = Registry(lease_s=lease_s)
+        self.registry = Registry(lease_s=lease_s, stalled_s=stalled_s)
         self.policy = policy
         self.on_room: Callable[[], None] = lambda: None
         self._lease_s = lease_s
@@ -62,12 +63,12 @@ class Fleet:
 
     # ---- the workers come and go -------------------------------------------------------------------------------------
 
-    def register(self, info: WorkerInfo, load: WorkerLoad) -> None:
+    def register(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool = False) -> None:
         """Takes a worker in. Raises StaleEpoch."""
-        replaced = self.registry.register(info, load, now=self.now)
+        replaced = self.registry.register(info, load, draining=draining, now=self.now)
         if replaced is not None:
             _log.info("worker replaced", worker=str(replaced.key), by=str(info.key))
-            self._forget(replaced)
+            self._forget(replaced.key)
         if info.key not in self._clients:
             self._clients[info.key] = WorkerClient(info)
             _log.info("worker registered", worker=str(info.key), role=info.role.value, address=info.address)
@@ -81,14 +82,18 @@ class Fleet:
         return worker
 
     async def watch(self) -> None:
-        """Drops workers whose lease ends, until cancelled."""
+        """Drops workers whose lease ends, until cancelled.
+
+        They get nothing new. Their calls in flight go on: it may be this process that did not hear, and gRPC's
+        keep-alive finds a peer that is dead.
+        """
         while True:
             expiry = self.registry.next_expiry()
             await asyncio.sleep(self._lease_s if expiry is None else max(0.0, expiry - self.now) + 0.001)
             gone = self.registry.expire(now=self.now)
             for info in gone:
                 _log.warning("worker's lease ended", worker=str(info.key), lease_s=self._lease_s)
-                self._forget(info)
+                self._let_go(info.key)
             if gone:
                 self._count()
                 self.on_room()  # a prompt whose prefill workers are gone may go to a decode worker now
@@ -119,19 +124,21 @@ class Fleet:
     def release(self, claim: Claim, *, reported: bool = False) -> None:
         """Gives a claim back. `reported`: the worker's last load shows that the work has ended."""
         claim.release(reported=reported)
+        self._let_go(claim.key)
         self.on_room()
 
     def give_back(self, placed: Placed) -> None:
         """Gives a place back that nobody took up."""
-        placed.decode.release()
-        if placed.prefill is not None:
-            placed.prefill.release()
+        for claim in (placed.decode, placed.prefill):
+            if claim is not None:
+                claim.release()
+                self._let_go(claim.key)
         self.on_room()
 
     def report(self, key: WorkerKey, load: WorkerLoad | None) -> None:
         """Takes the load that a reply carried."""
         if load is not None:
-            self.registry.report(key, load)
+            self.registry.report(key, load, now=self.now)
             self.on_room()
 
     def failed(self, key: WorkerKey, error: PacelineError) -> None:
@@ -175,7 +182,10 @@ class Fleet:
 
     def has(self, role: Role) -> bool:
         """True where a worker of a tier is registered and takes work."""
-        return any(worker.info.role is role and not worker.draining for worker in self.registry)
+        now = self.now
+        return any(
+            worker.info.role is role and not worker.draining and not worker.stalled(now=now) for worker in self.registry
+        )
 
     def spawn(self, chore: Coroutine[Any, Any, None]) -> None:
         """Runs something short in the background; `close` waits for it."""
@@ -201,8 +211,13 @@ class Fleet:
             local_reason=choice.local_reason,
         )
 
-    def _forget(self, info: WorkerInfo) -> None:
-        client = self._clients.pop(info.key, None)
+    def _let_go(self, key: WorkerKey) -> None:
+        """Forgets a worker whose lease has ended, once it has nothing of ours in its hands."""
+        if self.registry.let_go(key):
+            self._forget(key)
+
+    def _forget(self, key: WorkerKey) -> None:
+        client = self._clients.pop(key, None)
         if client is not None:
             self.spawn(client.close())
 

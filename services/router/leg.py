@@ -7,7 +7,7 @@ after another:
              tokens            on to the client, each index once, whoever said it first
              retargeted        it gave the attempt up itself: a prefill worker gets the next one, or it computes alone
              finish            the end
-             fails             before the first token: again elsewhere; later: the client is told
+             fails             before its `reserved`, or the first token: again elsewhere; later: the client is told
     prefill  replies           its tokens go on at once: the first token never waits for the decode worker
              fails             the decode worker is asked to re-target, to another prefill worker once, else to itself
     retarget attempt/local/already landed
@@ -24,6 +24,7 @@ from typing import Any, Final
 from paceline.errors import (
     AlreadyLanded,
     DeadlineExceeded,
+    EngineError,
     InvalidRequest,
     Overloaded,
     PacelineError,
@@ -50,6 +51,7 @@ from paceline.services.router.events import (
     LOST,
     UNFIT,
     Again,
+    CallBroke,
     DecodeFailed,
     Ended,
     Event,
@@ -67,6 +69,10 @@ _log = get_logger(__name__)
 
 _REPLY_S: Final = 0.25
 """Bound on the wait for a prefill worker's reply after the answer's end."""
+_RESERVE_S: Final = 15.0
+"""Bound on the wait for `reserved`, which a decode worker says or refuses between two steps of its engine."""
+_EARLY_S: Final = 0.1
+"""A worker's clock may have the request's deadline so much earlier than the router's."""
 
 
 class Leg:
@@ -102,12 +108,15 @@ class Leg:
         self._prefill_call: PrefillCall | None = None
         self._prefill_task: asyncio.Task[None] | None = None
         self._failed: set[WorkerKey] = set()
+        self._deadline = fleet.now + job.timeout_s
+        self._patience: asyncio.TimerHandle | None = None  # with a decode worker that has not said `reserved`
 
     async def run(self) -> Ended | Again:
         """Goes the leg. Raises the PacelineError that the client is to see."""
         try:
             self._record.decode_worker = self._decode.key
             self._start(self._read_decode(local=self._prefill is None))
+            self._patience = asyncio.get_running_loop().call_later(_RESERVE_S, self._give_decode_up)
             if self._prefill is not None:
                 self._start_prefill()
             while True:
@@ -149,6 +158,8 @@ class Leg:
                 self._on_retarget_outcome(event)
             case RetargetFailed():
                 return self._on_retarget_failed(event.error)
+            case CallBroke():
+                raise event.error
         return None
 
     def _on_said(self, said: NewTokens | ChoiceFinished) -> Ended | None:
@@ -163,6 +174,7 @@ class Leg:
 
     def _on_reserved(self, event: Reserved) -> None:
         self._reserved = True
+        self._end_patience()
         self._decode.seen = True
         self._record.reserved_at = self._fleet.now
         self._fleet.report(self._decode.key, event.load)
@@ -173,15 +185,18 @@ class Leg:
     def _on_retargeted(self, event: Retargeted) -> None:
         if event.attempt is None:
             _log.warning("decode worker computes the prompt itself", worker=str(self._decode.key))
+            self._suspect_prefill(self._prefill)
             self._go_local("decode_gave_up")
         elif event.attempt > self._attempt:
             _log.warning("decode worker gave an attempt up", worker=str(self._decode.key), attempt=self._attempt)
             self._next_attempt(event.attempt)
 
     def _on_decode_failed(self, error: PacelineError) -> Again:
+        error = self._judged(error, self._decode)
         if isinstance(error, (Overloaded, *LOST)):
             self._fleet.failed(self._decode.key, error)
-            if not self._delivered():
+            # Before `reserved` nothing but the first token is out, and any other place says the same one.
+            if not (self._reserved and self._delivered()):
                 return Again(error=error, refused=isinstance(error, Overloaded))
         if isinstance(error, RequestCancelled):
             raise WorkerLost(f"decode worker {self._decode.key} cancelled the request: {error.message}") from error
@@ -207,7 +222,7 @@ class Leg:
     def _on_prefill_failed(self, event: PrefillFailed) -> Again | None:
         if event.attempt != self._attempt or self._prefill is None:
             return None
-        worker, error = self._prefill.key, event.error
+        worker, error = self._prefill.key, self._judged(event.error, self._prefill)
         _log.warning("prefill failed", worker=str(worker), attempt=event.attempt, reason=error.reason)
         self._end_prefill()
         if isinstance(error, (InvalidRequest, DeadlineExceeded)):
@@ -240,20 +255,43 @@ class Leg:
     # ---- acts --------------------------------------------------------------------------------------------------------
 
     def _next_attempt(self, attempt: int) -> None:
-        """Hands the next attempt to another prefill worker; to the same one where it did not fail; else to D itself."""
-        if self._prefill is not None:  # silent, or its write failed: any other one is better
-            self._failed.add(self._prefill.key)
+        """Hands the next attempt to another prefill worker, else to D itself; to the same one where D may not."""
+        silent = self._prefill  # or its write failed: any other one is better
+        if silent is not None:
+            self._failed.add(silent.key)
             self._end_prefill()
         self._attempt = attempt
         self._record.attempts = attempt
         claim = self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=self._failed)
-        claim = claim or self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=())
+        if silent is None or self._fleet.policy.local_prefill is LocalPrefill.NEVER:
+            claim = claim or self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=())
+        self._suspect_prefill(silent)
         if claim is None:
             self._retarget(local=True)
         else:
             self._fleet.count_fallback("another_prefill_worker")
             self._prefill = claim
             self._start_prefill()
+
+    def _suspect_prefill(self, claim: Claim | None) -> None:
+        """Keeps new work from a prefill worker that the decode worker gave up, though its call did not fail."""
+        if claim is not None:
+            self._fleet.failed(claim.key, WorkerLost(f"decode worker {self._decode.key} heard nothing of it"))
+
+    def _judged(self, error: PacelineError, claim: Claim) -> PacelineError:
+        """A time-out that is not the request's own speaks of a worker, and is none of the client's."""
+        if isinstance(error, DeadlineExceeded) and self._fleet.now < self._deadline - _EARLY_S:
+            return WorkerLost(f"{claim.worker.info.role.value} worker {claim.key} was too slow: {error.message}")
+        return error
+
+    def _give_decode_up(self) -> None:
+        error = WorkerLost(f"decode worker {self._decode.key} neither reserved nor refused within {_RESERVE_S:g} s")
+        self._inbox.put_nowait(DecodeFailed(error))
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _go_local(self, reason: str) -> None:
         """Leaves the prompt to the decode worker, which says so in its answer and on its stream, in any order."""
@@ -299,6 +337,7 @@ class Leg:
                 self._record.note(event.reply)
 
     async def _stop(self) -> None:
+        self._end_patience()
         if self._stream is not None:
             self._stream.cancel()
         self._end_prefill()
@@ -313,7 +352,15 @@ class Leg:
     def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(call)
         self._tasks.add(task)
+        task.add_done_callback(self._on_call_done)
         return task
+
+    def _on_call_done(self, task: asyncio.Task[None]) -> None:
+        """A call that ends in a defect ends the leg: nothing else would ever come of it."""
+        defect = None if task.cancelled() else task.exception()
+        if defect is not None:
+            _log.error("a call broke", exc_info=defect)
+            self._inbox.put_nowait(CallBroke(EngineError(f"a call to a worker broke: {type(defect).__name__}")))
 
     async def _read_decode(self, *, local: bool) -> None:
         try:

@@ -65,7 +65,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     fingerprint: bytes
     limits: Limits
-    alive: bool = True  # neither draining nor suspect
+    alive: bool = True  # neither draining, stalled nor suspect
     rests: bool = False  # alive, and refused a moment ago
     requests: int = 0
     pending_tokens: int = 0  # prompt tokens accepted and not computed

@@ -79,11 +79,15 @@ class PromptReader:
         """A new answer's way from ids to text."""
         return Detokenizer(self.tokenizer)
 
+    def timeout_s(self, message: router_pb2.GenerateRequest) -> float:
+        """How long the request may take in all, in seconds. Raises InvalidRequest."""
+        return read_timeout(message, default_s=self._timeout_s)
+
     async def read(self, message: router_pb2.GenerateRequest, *, request_id: RequestId, limits: Limits) -> Request:
         """The valid request, or the InvalidRequest that names its first fault."""
         if message.model and message.model != self.model:
             raise UnknownModel("model", f"{quote(message.model)} is not served here; {quote(self.model)} is")
-        timeout_s = read_timeout(message, default_s=self._timeout_s)
+        timeout_s = self.timeout_s(message)
         stop = tuple(message.sampling.stop)
         check_stops(stop)
         if len(message.sampling.stop_token_ids) > MAX_STOP_IDS:

@@ -3,20 +3,26 @@
 Pure: every method that needs the time is passed it, in seconds of one monotonic clock. Placement sees `views`, which
 add what the router has handed out to what a worker last reported, since a report may be a heart-beat old.
 
-A worker is placeable while its lease is alive, it does not drain, and it is neither suspect nor resting:
-suspect until its next sign of life after a call to it failed, resting for a while after it refused for want of room.
+A worker is placeable while its lease is alive, its engine goes round, it does not drain, and it is neither suspect nor
+resting: suspect until its next sign of life after a call to it failed, resting for a while after it refused for want of
+room.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
 from paceline.errors import StaleEpoch, UnknownWorker
 from paceline.services.router.placement import WorkerView
 from paceline.types import Limits, Role, WorkerKey, WorkerLoad
+
+STALLED_S: Final = 5.0
+"""An engine whose loop has not come round for so long gets nothing new: its front goes on beating with the last load of
+an idle engine. Long against a step, and short against the wait of whoever would be sent there."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,16 +35,23 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     fingerprint: bytes  # canonical bytes of the message; compared, never read
     eos_token_ids: tuple[int, ...] = ()
+    lock_id: str = ""
+    claim_token: bytes = b""  # a secret between the workers: in answers to them, and nowhere else
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo({self.role.value} worker {self.key} at {self.address})"
 
 
 class Registered:
     """A worker as the router sees it."""
 
-    def __init__(self, info: WorkerInfo, load: WorkerLoad, *, now: float) -> None:
+    def __init__(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool, stalled_s: float, now: float) -> None:
         self.info = info
         self.load = load
-        self.draining = False
+        self.draining = draining
         self.last_seen = now
+        self.loaded_at = now  # when `load` came
+        self._stalled_s = stalled_s
         self.suspect = False
         self.rests_until = -math.inf
         self.claims: set[Claim] = set()
@@ -49,6 +62,10 @@ class Registered:
         committed = max(0, self.load.committed_blocks - blocks)
         self.load = msgspec.structs.replace(self.load, committed_blocks=committed)
 
+    def stalled(self, *, now: float) -> bool:
+        """True where the engine's loop, by the last report and that report's age, has not come round for too long."""
+        return self.load.tick_age_ms / 1e3 + now - self.loaded_at >= self._stalled_s
+
     def view(self, *, now: float) -> WorkerView:
         """What placement may know of it."""
         unseen = [claim for claim in self.claims if not claim.seen] if self.claims else ()
@@ -57,7 +74,7 @@ class Registered:
             role=self.info.role,
             fingerprint=self.info.fingerprint,
             limits=self.info.limits,
-            alive=not (self.draining or self.suspect),
+            alive=not (self.draining or self.suspect or self.stalled(now=now)),
             rests=now < self.rests_until,
             requests=self.load.running + self.load.waiting + len(unseen),
             pending_tokens=self.load.pending_prompt_tokens + sum([claim.tokens for claim in unseen]),
@@ -103,11 +120,16 @@ class Claim:
 
 
 class Registry:
-    """Live workers by id. `lease_s` is how long one is believed in without a sign of life, in seconds."""
+    """Live workers by id. `lease_s` is how long one is believed in without a sign of life, in seconds.
 
-    def __init__(self, *, lease_s: float) -> None:
+    `stalled_s` is how old the last tick of an engine may be; it has to be over the time between two heart-beats.
+    """
+
+    def __init__(self, *, lease_s: float, stalled_s: float = STALLED_S) -> None:
         self._lease_s = lease_s
+        self._stalled_s = stalled_s
         self._workers: dict[str, Registered] = {}
+        self._lapsed: dict[str, Registered] = {}  # their lease ended with work in their hands
 
     def __iter__(self) -> Iterator[Registered]:
         return iter(list(self._workers.values()))
@@ -117,19 +139,23 @@ class Registry:
         worker = self._workers.get(key.worker_id)
         return worker if worker is not None and worker.info.key == key else None
 
-    def register(self, info: WorkerInfo, load: WorkerLoad, *, now: float) -> WorkerInfo | None:
+    def register(self, info: WorkerInfo, load: WorkerLoad, *, draining: bool = False, now: float) -> WorkerInfo | None:
         """Takes a worker in and returns the earlier life that it replaces, if there was one.
 
-        The same epoch again is a new snapshot of the same life: what was given to it stays. Raises StaleEpoch where a
-        later epoch is known.
+        The same epoch again is a new snapshot of the same life: what was given to it stays, even over the end of its
+        lease. Raises StaleEpoch where a later epoch is known.
         """
-        known = self._workers.get(info.key.worker_id)
+        known = self._workers.get(info.key.worker_id) or self._lapsed.get(info.key.worker_id)
         if known is not None:
             self._reject_earlier(info.key, known)
+            self._lapsed.pop(info.key.worker_id, None)
             if known.info == info:
-                self._refresh(known, load, draining=False, now=now)
+                self._workers[info.key.worker_id] = known
+                self._refresh(known, load, draining=draining, now=now)
                 return None
-        self._workers[info.key.worker_id] = Registered(info, load, now=now)
+        self._workers[info.key.worker_id] = Registered(
+            info, load, draining=draining, stalled_s=self._stalled_s, now=now
+        )
         return known.info if known is not None else None
 
     def heartbeat(self, key: WorkerKey, load: WorkerLoad, *, draining: bool, now: float) -> Registered:
@@ -143,11 +169,11 @@ class Registry:
         self._refresh(known, load, draining=draining, now=now)
         return known
 
-    def report(self, key: WorkerKey, load: WorkerLoad) -> None:
+    def report(self, key: WorkerKey, load: WorkerLoad, *, now: float) -> None:
         """Takes the load that a reply carried. It renews no lease: that is the heart-beat's part."""
         worker = self.get(key)
         if worker is not None:
-            self._take(worker, load)
+            self._take(worker, load, now=now)
 
     def suspect(self, key: WorkerKey) -> None:
         """Gives a worker nothing new until its next heart-beat: a call to it failed."""
@@ -174,11 +200,20 @@ class Registry:
             worker.unfit |= {decode}
 
     def expire(self, *, now: float) -> list[WorkerInfo]:
-        """Drops the workers whose lease has ended, and returns them."""
+        """Drops the workers whose lease has ended, and returns them. What they have in hand goes on: see `let_go`."""
         gone = [worker for worker in self if worker.last_seen + self._lease_s <= now]
         for worker in gone:
             del self._workers[worker.info.key.worker_id]
+            self._lapsed[worker.info.key.worker_id] = worker
         return [worker.info for worker in gone]
+
+    def let_go(self, key: WorkerKey) -> bool:
+        """True, once, where a worker's lease has ended and nothing is in its hands any more."""
+        worker = self._lapsed.get(key.worker_id)
+        if worker is None or worker.info.key != key or worker.claims:
+            return False
+        del self._lapsed[key.worker_id]
+        return True
 
     def next_expiry(self) -> float | None:
         """When the next lease ends, if nothing is heard until then."""
@@ -200,10 +235,11 @@ class Registry:
         worker.last_seen = now
         worker.draining = draining
         worker.suspect = False
-        self._take(worker, load)
+        self._take(worker, load, now=now)
 
-    def _take(self, worker: Registered, load: WorkerLoad) -> None:
+    def _take(self, worker: Registered, load: WorkerLoad, *, now: float) -> None:
         worker.load = load
+        worker.loaded_at = now
         worker.rests_until = -math.inf
         if worker.info.role is Role.PREFILL:
             # A prefill worker acknowledges nothing before its reply. Whatever was sent before this report arrived is

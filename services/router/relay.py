@@ -2,7 +2,7 @@
 
 The life of a request, in the router:
 
-1. `face` reads it into a valid `Request` (`prompt`), and gives it a `Relay`.
+1. `face` reads it into a valid `Request` (`prompt`, `reading`), and gives it a `Relay`.
 2. `admission`: it takes a ticket. Where its turn comes and `placement` finds room, it holds claims on a decode and a
    prefill worker; until then it waits, at most the queue's patience and its own deadline.
 3. `leg`: both workers are called at once under a fresh reservation id. A worker that refuses sends the request back to
@@ -125,6 +125,7 @@ class Relay:
 
     async def _run(self) -> Summary:
         writer = asyncio.get_running_loop().create_task(self._outbox.run())
+        writer.add_done_callback(self._on_writer_done)
         try:
             return await self._serve_in_time()
         except PacelineError:
@@ -137,6 +138,13 @@ class Relay:
         finally:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    def _on_writer_done(self, writer: asyncio.Task[None]) -> None:
+        """A writer that broke would leave the request waiting for it."""
+        defect = None if writer.cancelled() else writer.exception()
+        if defect is not None:
+            _log.warning("writing to the client failed", exc_info=defect)
+            self.interrupt(EngineError(f"writing to the client failed: {type(defect).__name__}"))
 
     async def _serve_in_time(self) -> Summary:
         try:
@@ -291,9 +299,9 @@ class Relay:
     def _impatient(self, retry_after_s: float) -> PacelineError:
         waited = f"no place was found within the queue's {self._means.queue_timeout_s:g} s"
         if not self._means.fleet.has(Role.DECODE):
-            return NoWorker(f"{waited}: no decode worker is registered")
+            return NoWorker(f"{waited}: no live decode worker is registered")
         if not self._means.fleet.has(Role.PREFILL) and self._means.fleet.policy.local_prefill is LocalPrefill.NEVER:
-            return NoWorker(f"{waited}: no prefill worker is registered, and local_prefill is never")
+            return NoWorker(f"{waited}: no live prefill worker is registered, and local_prefill is never")
         return Overloaded(f"{waited}: every worker is full", retry_after_s=retry_after_s)
 
     def _out_of_time(self) -> DeadlineExceeded:

@@ -26,6 +26,7 @@ from paceline.services.router.face import RouterFace
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.placement import LocalPrefill, Policy
 from paceline.services.router.prompt import PromptReader, own_limits
+from paceline.services.router.registry import STALLED_S
 from paceline.services.router.relay import Means
 from paceline.text import ChatTemplate, Tokenizer
 
@@ -89,7 +90,9 @@ class RouterServer:
             local_prefill_below=config.local_prefill_below,
             prefill_slots=config.prefill_slots,
         )
-        fleet = Fleet(lease_s=config.lease_s, policy=policy, metrics=router_metrics)
+        # A load is as old as a heart-beat before the next one comes.
+        stalled_s = max(STALLED_S, 2 * config.heartbeat_s)
+        fleet = Fleet(lease_s=config.lease_s, stalled_s=stalled_s, policy=policy, metrics=router_metrics)
         stack.push_async_callback(fleet.close)
         watch = asyncio.get_running_loop().create_task(fleet.watch(), name="leases")
         stack.push_async_callback(_cancel, watch)
@@ -111,7 +114,9 @@ class RouterServer:
             queue_timeout_s=config.queue_timeout_s,
             max_unacked_tokens=config.max_unacked_tokens,
         )
-        return RouterFace(means, reader, lease_s=config.lease_s, heartbeat_s=config.heartbeat_s)
+        return RouterFace(
+            means, reader, lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, queue_size=config.queue_size
+        )
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):

@@ -63,12 +63,14 @@ class EngineClient:
         """Waits for the end of the warm-up. Raises the engine's own error, or EngineLost."""
         receive = asyncio.create_task(self._link.receive())
         wait = asyncio.create_task(self._process.wait())
-        await asyncio.wait([receive, wait], return_when=asyncio.FIRST_COMPLETED)
-        if not receive.done():  # its last words may be under way still
-            await asyncio.wait([receive], timeout=0.5)
-        wait.cancel()
+        try:
+            await asyncio.wait([receive, wait], return_when=asyncio.FIRST_COMPLETED)
+            if not receive.done():  # its last words may be under way still
+                await asyncio.wait([receive], timeout=0.5)
+        finally:
+            for task in (receive, wait):
+                task.cancel()
         if not receive.done():
-            receive.cancel()
             raise EngineLost(f"the engine process ended with status {await self._process.wait()} before it was ready")
         message = receive.result()
         if isinstance(message, FailedStart):
@@ -94,10 +96,20 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._process.stop()
+        # One that is not ready yet does not look at its pipe, and has nothing to lose.
+        await self._process.stop(at_once=not self._tasks)
         self._link.close()
 
     async def _listen(self) -> None:
+        try:
+            await self._take_reports()
+        except Exception:
+            # A front that hears nothing more is no front: it ends as if the engine had died, which it now does.
+            _log.exception("engine's reports are not understood")
+            self._process.kill()
+            raise
+
+    async def _take_reports(self) -> None:
         while True:
             report = await self._link.receive()
             self._load = report.load

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -60,9 +61,12 @@ class WorkerFront(ABC, Generic[Config]):
         self.engine: EngineClient
         self.ready: Ready
         self.registration: Registration
+        self.claim_token = secrets.token_bytes(32)
+        self.lock_id: str
         self.metrics = metrics.WorkerMetrics(metrics.process_registry())
         self.kv_events = KvEvents()
         self._address: str
+        self._metrics_port: int | None = None
         self._signalled: asyncio.Future[None]
         self._status = 0
         self._started = time.monotonic()
@@ -159,12 +163,13 @@ class WorkerFront(ABC, Generic[Config]):
         port = _bind(server, config.host, config.port)
         run_dir = ensure_run_dir(config.run_dir)
         lock = await asyncio.to_thread(StartLock.acquire, run_dir, worker_name(config, port=port))
-        self.key = WorkerKey(lock.directory.name, lock.epoch)
+        self.key, self.lock_id = WorkerKey(lock.directory.name, lock.epoch), lock.identity
         log.configure(self.role.value, config.log_level, config.log_json, worker=str(self.key))
         endpoint = None
         try:
             if config.metrics_port is not None:
                 endpoint = metrics.serve(config.metrics_port, config.host, self.metrics.registry)
+                self._metrics_port = endpoint.port
             self._address = advertised_address(config, port=port)
             self.engine = EngineClient.spawn(
                 self.engine_module, config, self.key, lock, report=self.report_type, on_report=self._on_report
@@ -199,7 +204,12 @@ class WorkerFront(ABC, Generic[Config]):
         await server.start()
         self.registration.start()
         await self._set_health(servicer, serving=True)
-        _log.info("serving", address=self._address, pool_blocks=self.ready.limits.pool_blocks)
+        _log.info(
+            "serving",
+            address=self._address,
+            metrics_port=self._metrics_port,
+            pool_blocks=self.ready.limits.pool_blocks,
+        )
         try:
             return await self._until_the_end(server, servicer, signalled)
         finally:
@@ -266,6 +276,8 @@ class WorkerFront(ABC, Generic[Config]):
             limits=wire.limits_to_proto(self.ready.limits),
             fingerprint=fingerprint_to_proto(self.ready.fingerprint),
             eos_token_ids=self.ready.eos_token_ids,
+            lock_id=self.lock_id,
+            claim_token=self.claim_token,
         )
 
     def _on_report(self, report: Report) -> None:
@@ -341,6 +353,7 @@ def _count(counted: metrics.WorkerMetrics, report: Report) -> None:
         counted.transfer_bytes.inc(num_bytes)
         counted.transfer_seconds.observe(seconds)
     counted.transfer_parts.labels("landed").inc(activity.parts_landed)
+    counted.transfer_parts.labels("sent").inc(activity.parts_sent)
     counted.transfer_failures.labels("write_failed").inc(activity.failed_writes)
     for state, number in report.reservations.items():
         counted.reservations.labels(state).set(number)

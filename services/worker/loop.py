@@ -8,6 +8,7 @@ that an idle worker costs no CPU.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import time
@@ -31,6 +32,7 @@ from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failu
 from paceline.services.worker.process import be_born
 from paceline.types import WorkerLoad
 
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 POLL_S: Final = 200e-6
 """Longest time between two polls while a write is under way or awaited."""
 
@@ -66,6 +68,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """What this round has to tell the front."""
         self._link = link
         self._during_step: list[AgentEvents] = []
+        self._deferred: list[Command | Ping] = []  # came during a step, and wait for its end
         self._reported: object = None
         self._pinged = False
 
@@ -75,6 +78,13 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def before_step(self) -> None:
         """Called before each step."""
+
+    def handle_between_layers(self, _command: Command) -> bool:
+        """Carries out a command that must not wait for the end of a step; False for one that can, as most.
+
+        The engine is in the middle of a step then, and must not be touched.
+        """
+        return False
 
     def between_layers(self) -> None:
         """Called between the layers of a step, which is not to change what the step computes."""
@@ -118,11 +128,14 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def round(self) -> None:
         """Once through everything there is to do now; never waits."""
-        for command in self._link.receive_all():
+        deferred, self._deferred = self._deferred, []
+        for command in [*deferred, *self._link.receive_all()]:
             if isinstance(command, Ping):
                 self._pinged = True
             else:
                 self.handle(command)
+        if self.events and self.engine.has_work:
+            self.tell(IDLE)  # whoever waits for an answer must not wait for a step besides
         activity = self._step() if self.engine.has_work else IDLE
         activity = self._transfer(activity)
         self.expire(time.monotonic())
@@ -151,6 +164,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """Between two layers: keeps transfers going, and leaves what they did until the step is over."""
         if (self.agent.busy or self.awaiting) and (events := self.agent.poll()):
             self._during_step.append(events)
+        for command in self._link.receive_all():
+            if isinstance(command, Ping) or not self.handle_between_layers(command):
+                self._deferred.append(command)
         self.between_layers()
 
     def _transfer(self, activity: Activity) -> Activity:
@@ -163,8 +179,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
                 activity = msgspec.structs.replace(
                     activity,
                     parts_landed=activity.parts_landed + len(events.parts),
+                    parts_sent=activity.parts_sent + sum(each.stats.parts for each in events.terminal),
                     writes=activity.writes + _writes(events),
-                    failed_writes=activity.failed_writes + sum(each.error is not None for each in events.terminal),
+                    failed_writes=activity.failed_writes + sum(each.lost for each in events.terminal),
                 )
         return activity
 
@@ -182,7 +199,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def _sleep(self) -> bool:
         """Waits for the next thing to do; True when the front is gone."""
-        if self.engine.has_work:
+        if self.engine.has_work or self._deferred:
             timeout: float | None = 0.0
         elif self.agent.busy or self.awaiting:
             timeout = POLL_S
@@ -211,6 +228,9 @@ def main(
     log.configure(service, config.log_level, config.log_json, worker=str(birth.worker))
     link: EngineLink[Any] = EngineLink(Path(birth.link_dir), commands)
     use_threads(config)
+    if config.host in _LOOPBACK:
+        # UCX listens for its peers on every interface else; whoever reaches it could write to the pool.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     try:
         host = build(config, birth.worker)
     except PacelineError as error:

@@ -62,6 +62,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     parts_landed: int = 0
+    parts_sent: int = 0
     writes: tuple[tuple[int, float], ...] = ()  # bytes and seconds of each hand-off that ended well
     failed_writes: int = 0
 

@@ -69,8 +69,14 @@ class EngineProcess:
         """The exit status, when the process has ended; negative for a signal."""
         return await asyncio.shield(self._ended)
 
-    async def stop(self) -> int:
-        """Ends the process: closing the pipe asks it to, and a kill follows if it does not listen."""
+    def kill(self) -> None:
+        """Ends the process now, if it has not ended."""
+        self._process.kill()
+
+    async def stop(self, *, at_once: bool = False) -> int:
+        """Ends the process: closing the pipe asks it to, and a kill follows if it does not listen, or is `at_once`."""
+        if at_once:
+            self._process.kill()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -34,6 +34,11 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
     key: WorkerKey
     address: str
+    lock_id: str = ""
+    claim_token: bytes = b""  # never shown
+
+    def __repr__(self) -> str:
+        return f"PeerInfo({self.key} at {self.address})"
 
 
 class Registration:
@@ -94,10 +99,15 @@ class Registration:
         for answer in late:
             answer.cancel()
 
+    def knows(self, key: WorkerKey) -> bool:
+        """True where this is the newest life of the peer that was heard of."""
+        peer = self._newest.get(key.worker_id)
+        return peer is not None and peer.key == key
+
     def learn(self, peers: list[common_pb2.Peer]) -> None:
         """Takes in what a router says of the other tier; an older epoch than a known one is old news."""
         for message in peers:
-            peer = PeerInfo(wire.key_from_proto(message.worker), message.address)
+            peer = PeerInfo(wire.key_from_proto(message.worker), message.address, message.lock_id, message.claim_token)
             known = self._newest.get(peer.key.worker_id)
             if known is None or known.key.epoch < peer.key.epoch:
                 self._newest[peer.key.worker_id] = peer
@@ -105,7 +115,9 @@ class Registration:
 
     def registering(self) -> router_pb2.RegisterRequest:
         """The full description."""
-        return router_pb2.RegisterRequest(info=self._info, load=wire.load_to_proto(self._load()))
+        return router_pb2.RegisterRequest(
+            info=self._info, load=wire.load_to_proto(self._load()), draining=self._draining()
+        )
 
     def beating(self) -> router_pb2.HeartbeatRequest:
         """The heart-beat."""
@@ -137,6 +149,7 @@ class _RouterLink:
     async def run(self) -> None:
         interval_s: float | None = None  # None: not registered
         while True:
+            self.due.clear()  # before the call: what changes while it is under way is told by the next
             try:
                 if interval_s is None:
                     interval_s = await self._register()
@@ -146,7 +159,6 @@ class _RouterLink:
             except grpc.RpcError as error:
                 if self._failed(wire.error_from_rpc(error)):
                     interval_s = None
-            self.due.clear()
             try:
                 await asyncio.wait_for(
                     self.due.wait(), _RETRY_S if self._failures or interval_s is None else interval_s

@@ -28,6 +28,16 @@ class StartLock:
         self.directory = directory
         """Private to the worker id while the lock is held."""
 
+    @property
+    def identity(self) -> str:
+        """Names this very lock: two lives that held the same one cannot have been alive together.
+
+        The same worker id under another run folder, in another container or on another host is another lock, and then a
+        later epoch proves nothing about an earlier one.
+        """
+        status = os.fstat(self.file_descriptor)
+        return f"{_boot_id()}/{status.st_dev}/{status.st_ino}"
+
     @classmethod
     def acquire(cls, run_dir: Path, worker_id: str, *, wait_s: float = 10.0) -> StartLock:
         """Takes the lock, waiting for an earlier life to finish dying; ConfigError when it is alive still."""
@@ -54,6 +64,10 @@ class StartLock:
     def release(self) -> None:
         """Closes this process's copy; the lock is free when the engine process's copy is closed as well."""
         os.close(self.file_descriptor)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _try_lock(descriptor: int) -> bool:

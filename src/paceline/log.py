@@ -49,6 +49,11 @@ def get_logger(name: str) -> FilteringBoundLogger:
     return logger
 
 
+def bind(**fields: str | int) -> None:
+    """Adds fields to every later event of this task, and of those that it starts. For the task of one request."""
+    structlog.contextvars.bind_contextvars(**fields)
+
+
 @contextmanager
 def bound(**fields: str | int) -> Iterator[None]:
     """Adds fields, such as `request_id` and `worker`, to every event of this task and of those started inside."""

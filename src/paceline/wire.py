@@ -98,15 +98,9 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
 
 def error_from_rpc(error: grpc.RpcError) -> errors.PacelineError:
     """The error behind a failed call: the server's own by its reason, or gRPC's by its code."""
-    # The stubs know the synchronous client's named tuples only; the asynchronous one yields plain pairs.
-    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
-    for key, value in metadata:
-        if key == _DETAILS_KEY:
-            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode("latin-1"))
-            for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-                    return errors.rebuild(info.reason, status.message, info.metadata)
+    own = _own_error(error)
+    if own is not None:
+        return own
     message = error.details() or str(error.code())
     match error.code():
         case grpc.StatusCode.UNAVAILABLE:
@@ -121,6 +115,24 @@ def error_from_rpc(error: grpc.RpcError) -> errors.PacelineError:
             return errors.Overloaded(message, retry_after_s=1.0)
         case code:
             return errors.EngineError(f"{code}: {message}")
+
+
+def is_own(error: grpc.RpcError) -> bool:
+    """True where a Paceline server ended the call with an error of the tree; False where gRPC itself did."""
+    return _own_error(error) is not None
+
+
+def _own_error(error: grpc.RpcError) -> errors.PacelineError | None:
+    # The stubs know the synchronous client's named tuples only; the asynchronous one yields plain pairs.
+    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == _DETAILS_KEY:
+            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode("latin-1"))
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+                    return errors.rebuild(info.reason, status.message, info.metadata)
+    return None
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

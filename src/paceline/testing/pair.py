@@ -26,6 +26,7 @@ from paceline.services.decode.worker import DecodeLoop
 from paceline.services.prefill.messages import AbortAttempt, Attempt, Prefilled, StartPrefill, Stopped, WriteTo
 from paceline.services.prefill.worker import PrefillLoop
 from paceline.services.worker.host import build
+from paceline.services.worker.messages import Activity, Report
 from paceline.types import ReservationId, SamplingParams, WorkerKey
 
 
@@ -35,6 +36,9 @@ class MemoryLink:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.events: list[Any] = []
+        self.activities: list[Activity] = []
+        self.ended: list[tuple[str, str, int]] = []
+        self.reservations: dict[str, int] = {}
 
     @property
     def file_descriptor(self) -> int:
@@ -47,8 +51,12 @@ class MemoryLink:
         return commands
 
     def send(self, message: msgspec.Struct) -> None:
-        """Keeps the report's events."""
+        """Keeps the report's events, what was done, and what it says of reservations."""
+        assert isinstance(message, Report), "an engine sends reports alone"
         self.events.extend(getattr(message, "events", ()))
+        self.activities.append(message.activity)
+        self.ended.extend(getattr(message, "ended", ()))
+        self.reservations = getattr(message, "reservations", {})
 
     def flush(self) -> bool:
         """Nothing is ever left."""
@@ -123,8 +131,8 @@ class Pair:
             )
         )
 
-    def claim(self, name: str, *, attempt: int = 1) -> WriteGranted:
-        """The prefill worker's claim, carried there and back."""
+    def claim(self, name: str, *, attempt: int = 1, most: int | None = None) -> WriteGranted:
+        """The prefill worker's claim, carried there and back; of the granted blocks, it hears of `most`."""
         self._calls += 1
         self._decode_link.commands.append(
             ClaimWrite(
@@ -142,7 +150,7 @@ class Pair:
             WriteTo(
                 attempt=Attempt(ReservationId(name), attempt),
                 target=self.decode_key,
-                blocks=granted.blocks,
+                blocks=granted.blocks[:most],
                 held_tokens=granted.held_tokens,
                 agent=granted.agent,
                 fingerprint=self.fingerprint,
@@ -152,7 +160,7 @@ class Pair:
 
     def cancel(self, name: str) -> None:
         """The router's stream to the decode worker is gone."""
-        self._decode_link.commands.append(EndRequest(reservation_id=ReservationId(name), stream_lost=True))
+        self._decode_link.commands.append(EndRequest(reservation_id=ReservationId(name), cause="stream_lost"))
 
     def retarget(self, name: str, *, attempt: int = 1, local: bool = False) -> None:
         """The router gives an attempt up."""
@@ -172,6 +180,13 @@ class Pair:
         """Any other command of the decode front."""
         self._decode_link.commands.append(command)
 
+    def hand_over(self, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+        """A request up to its granted claim."""
+        self.reserve(name, prompt, sampling)
+        self.decode.round()
+        self.start(name, prompt, sampling)
+        self.claim(name)
+
     # Progress
 
     def pump(self, rounds: int = 1) -> None:
@@ -189,6 +204,19 @@ class Pair:
                 return
         raise AssertionError(f"not idle after {most} rounds: {self.prefill.load}, {self.decode.load}")
 
+    def pump_until_landed(self, most: int = 2000) -> None:
+        """Until a reservation is landed, and has not run; fails if that takes too many rounds."""
+        for _ in range(most):
+            self.pump()
+            if self._decode_link.reservations.get("landed"):
+                return
+        raise AssertionError(f"nothing landed in {most} rounds: {self._decode_link.reservations}")
+
+    def take_ended(self) -> list[tuple[str, str, int]]:
+        """Removes and returns the ends of reservations: state before, cause, number."""
+        ended, self._decode_link.ended = self._decode_link.ended, []
+        return ended
+
     @property
     def idle(self) -> bool:
         """True when every block is back on both sides, and nobody waits."""
@@ -205,6 +233,10 @@ class Pair:
     def take_prefill(self, kind: type[Any]) -> list[Any]:
         """Removes and returns the prefill engine's events of one kind."""
         return _take(self._prefill_link.events, kind)
+
+    def prefill_activity(self, name: str) -> int:
+        """A figure of what the prefill engine has done, summed over its rounds."""
+        return sum(getattr(activity, name) for activity in self._prefill_link.activities)
 
     def tokens(self, name: str) -> list[int]:
         """What the decode engine has told of a request's answer; removes it."""

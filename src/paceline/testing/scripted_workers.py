@@ -167,6 +167,7 @@ class _Worker:
         self.pool_blocks = pool_blocks
         self.load = WorkerLoad(total_blocks=pool_blocks, free_blocks=pool_blocks)
         self.port = 0
+        self.claim_token = f"token of {self.key}".encode()
         self._dtype = dtype
         self._server = grpc.aio.server(options=wire.SERVER_OPTIONS)
 
@@ -188,6 +189,8 @@ class _Worker:
                 format_version=1, model=self.model, dtype=self._dtype, block_tokens=BLOCK_TOKENS
             ),
             eos_token_ids=[2],
+            lock_id=f"lock of {self.key.worker_id}",
+            claim_token=self.claim_token,
         )
 
     async def start(self) -> None:

@@ -285,6 +285,16 @@ def test_a_drained_writer_is_reported_after_polling_for_the_settling_time(cluste
     assert not agent.busy
 
 
+def test_parts_without_blocks_are_not_counted(cluster: Cluster) -> None:
+    outgoing = cluster.p.agent.outgoing(cluster.d.key, R, 1)
+    outgoing.write_part([0], [0])
+    outgoing.write_part([], [])
+    outgoing.finish([1], [1], [1])
+    cluster.run()
+    assert len(cluster.d.parts) == 3
+    assert outgoing.stats.parts == 2
+
+
 def test_time_without_a_write_under_way_is_not_counted(cluster: Cluster) -> None:
     outgoing = cluster.p.agent.outgoing(cluster.d.key, R, 1)
     cluster.hub.delay_polls = 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from paceline.engine.request import StepOutput
 from paceline.services.decode.messages import CallRefused, Over, Redirected, Reserved, WriteGranted
 from paceline.services.prefill.messages import PrefillFailed, Stopped
 from paceline.testing.pair import Pair
@@ -57,6 +59,50 @@ def test_a_seeded_answer_does_not_depend_on_where_the_prompt_was_computed(pair: 
     hand_over(pair, "r", PROMPT, sampling)
     pair.pump_until_idle()
     assert pair.tokens("r") == alone(pair, PROMPT, sampling)
+
+
+def test_a_call_is_answered_before_the_step_that_follows_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.abort_prefill("nobody knows it")
+    step, answered = pair.prefill.engine.step, []
+
+    def watched_step(*, tick: Callable[[], None]) -> StepOutput:
+        answered.extend(pair.take_prefill(Stopped))
+        return step(tick)
+
+    monkeypatch.setattr(pair.prefill.engine, "step", watched_step)
+    pair.prefill.round()
+    assert [stopped.found for stopped in answered] == [False]
+
+
+def test_a_grant_that_comes_during_a_step_is_taken_in_before_its_end(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.decode.round()
+    pair.start("r", PROMPT, GREEDY)
+    step, opened = pair.prefill.engine.step, []
+
+    def step_with_a_grant(*, tick: Callable[[], None]) -> StepOutput:
+        def tick_after_the_grant() -> None:
+            tick()
+            opened.append(pair.prefill.next_deadline() is not None)  # a sign of life is due: the way is open
+
+        if not opened:
+            pair.claim("r")
+            pair.reserve("second", PROMPT, GREEDY)
+            pair.start("second", PROMPT, GREEDY)  # must wait: the engine is in the middle of a step
+        return step(tick_after_the_grant)
+
+    monkeypatch.setattr(pair.prefill.engine, "step", step_with_a_grant)
+    pair.prefill.round()
+    assert opened[0]
+    assert pair.prefill.load.waiting + pair.prefill.load.running == 1
+    pair.prefill.round()
+    assert pair.prefill.load.waiting + pair.prefill.load.running == 2
+    pair.claim("second")
+    pair.pump_until_idle()
+    assert [over.blocks_landed for over in pair.take_decode(Over)] == [7, 7]
 
 
 def test_parts_arrive_while_later_chunks_are_to_be_computed(pair: Pair) -> None:
@@ -241,3 +287,74 @@ def test_many_requests_share_small_pools_and_each_ends_once(tmp_path: Path) -> N
     answers = {name: pair.tokens(name) for name in expected}
     assert all(len(answer) == 8 for answer in answers.values())
     assert pair.idle
+
+
+def test_a_grant_for_another_prompt_fails_the_hand_off_and_the_engine_lives_on(pair: Pair) -> None:
+    pair.reserve("r", PROMPT[:16], GREEDY)
+    pair.decode.round()
+    pair.start("r", PROMPT, GREEDY)
+    pair.claim("r")
+    pair.pump(8)
+    [failed] = pair.take_prefill(PrefillFailed)
+    assert failed.failure.reason == "TRANSFER_FAILED"
+    assert failed.target == pair.decode_key
+    pair.cancel("r")
+    pair.pump_until_idle()
+    pair.take_decode(Over)
+    hand_over(pair, "s", PROMPT, GREEDY)
+    pair.pump_until_idle()
+    assert len(pair.tokens("s")) == 8
+
+
+def test_a_prompt_of_which_only_a_part_landed_is_never_run(pair: Pair) -> None:
+    pair.reserve("r", PROMPT, GREEDY)
+    pair.decode.round()
+    pair.start("r", PROMPT[:16], GREEDY)
+    pair.claim("r", most=1)
+    pair.pump_until_idle()
+    over = pair.over("r")
+    assert over.failure is not None
+    assert over.failure.reason == "TRANSFER_FAILED"
+    assert "1 blocks landed for a prompt of 100 tokens" in over.failure.message
+    assert pair.tokens("r") == []
+
+
+def test_blocks_of_a_given_up_attempt_are_not_counted_among_those_that_landed(pair: Pair) -> None:
+    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.pump(3)
+    pair.retarget("r")
+    pair.decode.round()
+    pair.start("r", PROMPT, GREEDY, attempt=2)
+    pair.claim("r", attempt=2)
+    pair.pump_until_idle()
+    assert pair.over("r").blocks_landed == 7
+
+
+def test_a_computed_prompt_that_nobody_claims_is_let_go(pair: Pair) -> None:
+    pair.start("r", PROMPT, GREEDY)
+    pair.pump(20)
+    assert len(pair.first_tokens()) == 1
+    due = pair.prefill.next_deadline()
+    assert due is not None
+    pair.prefill.expire(due - 0.1)
+    assert not pair.idle
+    pair.prefill.expire(due)
+    assert pair.idle
+
+
+def test_attempts_given_up_on_purpose_are_no_failed_writes(pair: Pair) -> None:
+    hand_over(pair, "a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0))
+    pair.pump(20)
+    pair.cancel("a")
+    hand_over(pair, "b", PROMPT, GREEDY)
+    pair.pump(2)
+    pair.cancel("b")
+    pair.abort_prefill("b")
+    pair.pump_until_idle()
+    assert pair.prefill_activity("failed_writes") == 0
+    hand_over(pair, "c", PROMPT, GREEDY)
+    pair.hub.fail_next = 1
+    pair.pump(3)
+    pair.cancel("c")
+    pair.pump_until_idle()
+    assert pair.prefill_activity("failed_writes") == 1

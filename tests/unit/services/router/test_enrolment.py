@@ -8,7 +8,8 @@ import pytest
 
 from paceline.errors import ConfigError, InvalidRequest, PacelineError
 from paceline.protos import common_pb2
-from paceline.services.router.enrolment import read_worker, worker_to_proto
+from paceline.services.router.calls import target_to_proto
+from paceline.services.router.enrolment import peer_to_proto, read_worker, worker_to_proto
 
 GOOD: dict[str, Any] = {
     "worker": common_pb2.WorkerKey(worker_id="decode-0.a_B", epoch=1),
@@ -20,6 +21,7 @@ GOOD: dict[str, Any] = {
         format_version=1, model="m", block_tokens=16, groups=[common_pb2.KvGroup(layers=2, kv_heads=2, head_dim=16)]
     ),
     "eos_token_ids": [2],
+    "lock_id": "host/boot/1:2",
 }
 
 
@@ -30,6 +32,14 @@ def message(**changes: Any) -> common_pb2.WorkerInfo:
 @pytest.mark.parametrize("address", ["10.0.0.1:7090", "decode.example:1", "[::1]:65535"])
 def test_a_worker_comes_back_as_it_registered(address: str) -> None:
     assert worker_to_proto(read_worker(message(address=address), model="m")) == message(address=address)
+
+
+def test_a_claim_token_is_for_peers_alone() -> None:
+    info = read_worker(message(claim_token=b"secret"), model="m")
+    assert (peer_to_proto(info).claim_token, peer_to_proto(info).lock_id) == (b"secret", "host/boot/1:2")
+    assert worker_to_proto(info) == message()
+    assert target_to_proto(info).claim_token == b""
+    assert "secret" not in f"{info!r} {info} {[info]}"
 
 
 def test_equal_fingerprints_compare_equal_and_others_do_not() -> None:
@@ -60,6 +70,8 @@ def test_equal_fingerprints_compare_equal_and_others_do_not() -> None:
         ({"limits": common_pb2.Limits(vocab_size=1, context_tokens=1)}, InvalidRequest, "limits.pool_blocks: 0"),
         ({"eos_token_ids": [512]}, InvalidRequest, "eos_token_ids"),
         ({"eos_token_ids": [1] * 65}, InvalidRequest, "65 ids"),
+        ({"lock_id": "x" * 257}, InvalidRequest, "lock_id: 257 characters"),
+        ({"claim_token": b"x" * 65}, InvalidRequest, "claim_token: 65 bytes"),
         ({"fingerprint": None}, InvalidRequest, "block_tokens: 0"),
         ({"fingerprint": common_pb2.Fingerprint(block_tokens=32)}, InvalidRequest, "block_tokens: 32"),
     ],

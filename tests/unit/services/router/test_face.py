@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import paceline
 from paceline import wire
 from paceline.config import RouterConfig
-from paceline.errors import AddressInUse, ConfigError, Draining, StaleEpoch, StartupError, UnknownWorker
+from paceline.errors import AddressInUse, ConfigError, Draining, NoWorker, StaleEpoch, StartupError, UnknownWorker
 from paceline.protos import common_pb2, router_pb2
 from paceline.services.router import server as router_server
 from paceline.services.router.server import SERVICE, RouterServer, serve
@@ -37,8 +37,20 @@ async def test_registering_tells_the_lease_and_the_other_tier() -> None:
         assert list(first.peers) == []
         [peer] = second.peers
         assert (peer.worker.worker_id, peer.address, peer.role) == ("p0", prefill.address, common_pb2.ROLE_PREFILL)
+        assert (peer.lock_id, peer.claim_token) == (prefill.info.lock_id, prefill.claim_token)
         [peer] = (await router.heartbeat(prefill)).peers
         assert peer.worker.worker_id == "d0"
+        assert (peer.lock_id, peer.claim_token) == (decode.info.lock_id, decode.claim_token)
+
+
+async def test_a_worker_that_drains_as_it_registers_gets_nothing() -> None:
+    async with scripted_decode("d0") as decode, router_bench(queue_timeout_s=0.2) as router:
+        await router.stub.Register(
+            router_pb2.RegisterRequest(info=decode.info, load=wire.load_to_proto(decode.load), draining=True)
+        )
+        assert [worker.draining for worker in (await router.loads()).workers] == [True]
+        assert isinstance(await router.ask().error(), NoWorker)
+        assert decode.idle
 
 
 async def test_unknown_and_earlier_lives_are_told_so() -> None:
@@ -89,7 +101,9 @@ async def test_loads_list_every_live_worker() -> None:
             ("d0", False),
             ("p0", True),
         ]
-        assert loads.workers[0].info == decode.info
+        shown = common_pb2.WorkerInfo.FromString(decode.info.SerializeToString())
+        shown.ClearField("claim_token")
+        assert loads.workers[0].info == shown
         assert loads.workers[0].load.total_blocks == 128
 
 

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from paceline.errors import (
     DeadlineExceeded,
     Draining,
+    EngineError,
     FingerprintMismatch,
     InvalidRequest,
     NoWorker,
@@ -26,7 +28,8 @@ from paceline.errors import (
     WrongAttempt,
 )
 from paceline.protos import common_pb2, decode_pb2
-from paceline.services.router import leg
+from paceline.services.router import calls, leg
+from paceline.services.router.outbox import Outbox
 from paceline.testing.router_bench import RouterBench, ids_of, router_bench
 from paceline.testing.scripted_workers import (
     OnRetarget,
@@ -35,7 +38,7 @@ from paceline.testing.scripted_workers import (
     scripted_decode,
     scripted_prefill,
 )
-from paceline.types import FinishReason, WorkerLoad
+from paceline.types import FinishReason, ReservationId, WorkerLoad
 
 W = TypeVar("W", ScriptedPrefill, ScriptedDecode)
 
@@ -277,6 +280,131 @@ async def test_a_numerical_error_is_told_and_not_tried_again(cluster: Clusters) 
     assert all(worker.idle for worker in c.decodes)
 
 
+async def test_a_refusal_after_prefills_first_token_is_placed_again_unseen(cluster: Clusters) -> None:
+    c = await cluster(decode=2)
+    asking = c.router.ask()
+    prefill, first = await c.prefill.next_call(), await _busy(c.decodes)
+    await prefill.reply(ids_of("a"))
+    assert (await asking.piece()).text == "a"
+    await (await first.next_call()).fail(Overloaded("no blocks", retry_after_s=5.0))
+    prefill = await c.prefill.next_call()
+    decode = await next(decode for decode in c.decodes if decode is not first).next_call()
+    await decode.reserve()
+    await prefill.reply(ids_of("a"))
+    await decode.tokens(0, ids_of("ab"))
+    await decode.finish()
+    await asking.finish()
+    assert asking.text == "ab"
+
+
+async def test_a_decode_worker_that_neither_reserves_nor_refuses_is_lost(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leg, "_RESERVE_S", 0.2)
+    c = await cluster(decode=2)
+    asking = c.router.ask()
+    first = await _busy(c.decodes)
+    prefill, silent = await c.prefill.next_call(), await first.next_call()
+    await prefill.reply(ids_of("a"))
+    await silent.seen_cancelled()
+    decode = await next(decode for decode in c.decodes if decode is not first).next_call()
+    await decode.reserve()
+    await asyncio.sleep(0.3)  # a reservation ends the wait
+    await decode.tokens(0, ids_of("ab"))
+    await decode.finish()
+    await asking.finish()
+    assert asking.text == "ab"
+
+
+# ---- time-outs and defects inside ------------------------------------------------------------------------------------
+
+
+async def test_a_prefill_workers_own_time_out_is_not_the_clients(cluster: Clusters) -> None:
+    c = await cluster()
+    asking = c.router.ask()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
+    await prefill.fail(DeadlineExceeded("a claim took too long"))
+    assert (await c.decode.next_retarget()).to == decode_pb2.RETARGET_TO_LOCAL
+    await decode.tokens(0, ids_of("ab"))
+    await decode.finish()
+    await asking.finish()
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+async def test_a_retarget_that_is_not_answered_in_time_is_a_lost_worker(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch, delivered: bool
+) -> None:
+    monkeypatch.setattr(calls, "RETARGET_TIMEOUT_S", 0.2)
+    c = await cluster(queue_timeout_s=0.2)
+
+    async def never(_request: decode_pb2.RetargetRequest) -> decode_pb2.RetargetResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    c.decode.on_retarget = never
+    asking = c.router.ask()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
+    if delivered:
+        await decode.tokens(0, ids_of("a"))
+        await asking.piece()
+    await prefill.fail(TransferFailed("the write broke"))
+    error = await asking.error()
+    assert isinstance(error, WorkerLost) if delivered else isinstance(error, Overloaded)
+    await decode.seen_cancelled()
+
+
+async def test_a_decode_workers_own_time_out_is_not_the_clients(cluster: Clusters) -> None:
+    c = await cluster(prefill=0)
+    asking = c.router.ask()
+    decode = await c.decode.next_call()
+    await decode.reserve()
+    await decode.tokens(0, ids_of("a"))
+    await asking.piece()
+    await decode.fail(DeadlineExceeded("a peer took too long"))
+    assert isinstance(await asking.error(), WorkerLost)
+
+
+async def test_a_bound_on_a_control_call_speaks_of_the_worker(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "RETARGET_TIMEOUT_S", 0.1)
+    c = await cluster()
+
+    async def never(_request: decode_pb2.RetargetRequest) -> decode_pb2.RetargetResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    c.decode.on_retarget = never
+    [client] = [client for client in c.router.server.fleet._clients.values() if client.info.key == c.decode.key]
+    with pytest.raises(WorkerLost, match="decode worker d0@1 did not answer in time"):
+        await client.retarget(ReservationId("r"), attempt=1, local=True)
+
+
+async def test_a_writer_that_breaks_ends_the_request(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_outbox: Outbox) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Outbox, "run", broken)
+    c = await cluster()
+    error = await c.router.ask().error()
+    assert isinstance(error, EngineError) and "ZeroDivisionError" in error.message
+
+
+@pytest.mark.parametrize("method", ["generate", "prefill"])
+async def test_a_defect_in_a_call_ends_the_request(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def broken(*_arguments: Any, **_settings: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(calls.WorkerClient, method, broken)
+    c = await cluster()
+    error = await c.router.ask().error()
+    assert isinstance(error, EngineError) and "ZeroDivisionError" in error.message
+
+
 # ---- a prefill worker fails ------------------------------------------------------------------------------------------
 
 
@@ -363,6 +491,25 @@ async def test_the_prefill_workers_reply_may_come_after_the_end(
     assert not prefill.cancelled.is_set()
 
 
+@pytest.mark.parametrize("retargeted", [False, True])
+async def test_a_prefill_worker_that_has_not_replied_by_the_end_is_named_still(
+    cluster: Clusters, retargeted: bool
+) -> None:
+    c = await cluster(prefill=2)
+    asking = c.router.ask()
+    first = await _busy(c.prefills)
+    await first.next_call()
+    decode, last = await c.decode.next_call(), first
+    await decode.reserve()
+    if retargeted:
+        await decode.retargeted(2)
+        last = c.other(first)
+        await last.next_call()
+    await decode.tokens(0, ids_of("ab"))
+    await decode.finish()
+    assert (await asking.finish()).prefill_worker.worker_id == last.key.worker_id
+
+
 async def test_where_local_prefill_is_never_a_failed_prefill_fails_the_request(cluster: Clusters) -> None:
     c = await cluster(local_prefill="never")
     asking = c.router.ask()
@@ -424,8 +571,10 @@ async def test_a_decode_worker_may_retarget_by_itself(cluster: Clusters) -> None
     assert c.decode.retargets.empty()
 
 
-async def test_a_lone_prefill_worker_gets_the_next_attempt_again(cluster: Clusters) -> None:
-    c = await cluster()
+async def test_where_local_prefill_is_never_a_lone_prefill_worker_gets_the_next_attempt_again(
+    cluster: Clusters,
+) -> None:
+    c = await cluster(local_prefill="never")
     asking = c.router.ask()
     prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
     await decode.reserve()
@@ -434,6 +583,29 @@ async def test_a_lone_prefill_worker_gets_the_next_attempt_again(cluster: Cluste
     prefill = await c.prefill.next_call()
     assert prefill.request.attempt == 2
     await prefill.reply(ids_of("a"), finish=FinishReason.STOP)
+    await asking.finish()
+
+
+@pytest.mark.parametrize("attempt", [2, None])
+async def test_a_prefill_worker_that_the_decode_worker_finds_silent_gets_nothing_until_it_beats(
+    cluster: Clusters, attempt: int | None
+) -> None:
+    c = await cluster()
+    for silent in (True, False):
+        asking = c.router.ask()
+        decode = await c.decode.next_call()
+        assert decode.request.local is not silent
+        await decode.reserve()
+        if silent:
+            prefill = await c.prefill.next_call()
+            await decode.retargeted(attempt)
+            await prefill.seen_cancelled()
+        await decode.tokens(0, ids_of("ab"))
+        await decode.finish()
+        await asking.finish()
+    await c.router.heartbeat(c.prefill)
+    asking = c.router.ask()
+    await (await c.prefill.next_call()).reply(ids_of("a"), finish=FinishReason.STOP)
     await asking.finish()
 
 
@@ -530,12 +702,47 @@ async def test_a_newer_epoch_ends_the_requests_of_the_older_one(cluster: Cluster
         await decode.seen_cancelled()
 
 
-async def test_a_lease_that_ends_frees_its_requests(cluster: Clusters) -> None:
-    c = await cluster(lease_s=0.3, heartbeat_s=0.1, queue_timeout_s=0.5)
+async def test_a_lease_that_ends_gets_nothing_new_and_its_streams_go_on(cluster: Clusters) -> None:
+    c = await cluster(lease_s=0.3, heartbeat_s=0.1, queue_timeout_s=0.2)
     asking = c.router.ask()
-    await c.decode.next_call()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
     await c.router.until(workers=0)
-    assert isinstance(await asking.error(), NoWorker)
+    assert isinstance(await c.router.ask().error(), NoWorker)
+    await prefill.reply(ids_of("a"))
+    assert (await asking.piece()).text == "a"
+    await c.router.register(c.decode)
+    await decode.tokens(0, ids_of("ab"))
+    await c.router.until(workers=0)
+    await decode.tokens(2, ids_of("c"))
+    await decode.finish()
+    await asking.finish()
+    assert asking.text == "abc"
+    assert not c.router.server.fleet._clients
+
+
+async def test_a_life_whose_lease_has_ended_loses_its_requests_to_a_newer_one(cluster: Clusters) -> None:
+    c = await cluster(lease_s=0.3, heartbeat_s=0.1)
+    asking = c.router.ask()
+    prefill, decode = await c.prefill.next_call(), await c.decode.next_call()
+    await decode.reserve()
+    await prefill.reply(ids_of("a"))
+    await asking.piece()
+    await c.router.until(workers=0)
+    async with scripted_decode("d0", epoch=2) as restarted:
+        await c.router.register(restarted)
+        assert isinstance(await asking.error(), WorkerLost)
+
+
+async def test_a_worker_with_a_hung_engine_gets_no_request(cluster: Clusters) -> None:
+    c = await cluster(prefill=2)
+    hung, well = c.prefills
+    await c.router.heartbeat(hung, load=msgspec.structs.replace(hung.load, tick_age_ms=6_000.0))
+    for _ in range(3):
+        asking = c.router.ask()
+        await (await well.next_call()).reply(ids_of("a"), finish=FinishReason.STOP)
+        await asking.finish()
+    assert hung.idle
 
 
 # ---- the client leaves -----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class LiveProcess:
         await asyncio.Event().wait()
         return 0
 
-    async def stop(self) -> int:
+    async def stop(self, *, at_once: bool = False) -> int:
         return 0
 
 

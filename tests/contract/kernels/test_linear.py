@@ -1,0 +1,58 @@
+"""The dense product with few rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.testing.nearness import DTYPES, assert_near, cases
+
+SHAPES = {
+    "dtype": DTYPES,
+    "rows": (0, 1, 2, 9, 16, 17, 40, 100, 128, 129, 144, 145),
+    "outputs": (1, 63, 64, 200),
+    "inputs": (8, 64, 130, 1100, 2048),
+    "bias": (False, True),
+}
+
+
+@cases(SHAPES)
+def test_linear_is_that_of_float64(case: dict[str, Any], backend: kernels.Backend, device: torch.device) -> None:
+    dtype, rows, outputs, inputs, biased = case.values()
+    source = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=source).to(dtype).to(device)
+    weight = (torch.randn(outputs, inputs, generator=source) / inputs**0.5).to(dtype).to(device)
+    bias = torch.randn(outputs, generator=source).to(dtype).to(device) if biased else None
+    wanted = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    found = kernels.linear(x, weight, bias)
+    assert found.shape == wanted.shape
+    if rows:
+        assert_near(found, wanted)
+    if backend is kernels.Backend.TRITON and 0 < rows <= 144:
+        from paceline.kernels.skinny_linear import stream_shape, stream_weights
+
+        shape = stream_shape(rows, outputs, inputs, x.element_size())
+        for _ in range(2):  # The second use finds what the first left of the counters that pieces share.
+            assert_near(stream_weights(x, weight, bias, shape), wanted)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 9])
+def test_pieces_add_up(splits: int, triton_backend: None, device: torch.device) -> None:
+    """Also when some have less to do than others, or nothing."""
+    from paceline.kernels.skinny_linear import StreamShape, stream_weights
+
+    source = torch.Generator().manual_seed(splits)
+    x, weight = torch.randn(130, 300, generator=source).to(device), torch.randn(70, 300, generator=source).to(device)
+    found = stream_weights(x, weight, None, StreamShape(128, 16, 64, 32, splits, 4, 1))
+    assert_near(found, x.double() @ weight.double().T)
+
+
+def test_a_row_is_the_same_beside_others(triton_backend: None, device: torch.device) -> None:
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 1100, generator=source).to(torch.bfloat16).to(device)
+    weight = torch.randn(64, 1100, generator=source).to(torch.bfloat16).to(device)
+    together = kernels.linear(x, weight)
+    assert torch.equal(kernels.linear(x[3:4], weight), together[3:4])
