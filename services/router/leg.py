@@ -327,14 +327,20 @@ class Leg:
         self._prefill = self._prefill_call = self._prefill_task = None
 
     async def _hear_prefill_out(self) -> None:
-        """A short answer may end a moment before the prefill worker's reply is here, with what it alone knows."""
+        """A short answer may end a moment before the prefill worker's reply is here, with what it alone knows.
+
+        The prompt's log-probabilities are waited for, to the request's own deadline: they are part of the answer.
+        """
         if self._prefill_task is None or self._local:
             return
-        await asyncio.wait({self._prefill_task}, timeout=_REPLY_S)
+        scored = self._job.sampling.prompt_logprobs is not None
+        await asyncio.wait({self._prefill_task}, timeout=None if scored else _REPLY_S)
         while not self._inbox.empty():
             event = self._inbox.get_nowait()
             if isinstance(event, PrefillReplied) and event.attempt == self._attempt:
                 self._record.note(event.reply)
+                for said in _first_words(event.reply, self._job.sampling.n):
+                    self._deliver(said)
 
     async def _stop(self) -> None:
         self._end_patience()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,7 +155,8 @@ def read_gguf(source: Source) -> Any:
     config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
     build: Any = AutoModelForCausalLM.from_config
     model = build(config, dtype=torch.float32).eval()
-    tensors = reader(str(source.path), return_tensors=True, model_to_load=model)["tensors"]
+    with redirect_stderr(StringIO()):  # a bar that no setting turns off
+        tensors = reader(str(source.path), return_tensors=True, model_to_load=model)["tensors"]
     left = model.load_state_dict({name: torch.as_tensor(value) for name, value in tensors.items()}, strict=False)
     assert set(left.missing_keys) <= {"lm_head.weight"}, left
     assert not left.unexpected_keys, left

@@ -55,13 +55,22 @@ class PrefillCall(_Call):
         self.request = request
         self._load = load
 
-    async def reply(self, tokens: list[int], *, finish: FinishReason | None = None, cached_tokens: int = 0) -> None:
-        """Ends the call with the first tokens."""
+    async def reply(
+        self,
+        tokens: list[int],
+        *,
+        finish: FinishReason | None = None,
+        cached_tokens: int = 0,
+        prompt_logprobs: Sequence[float] = (),
+    ) -> None:
+        """Ends the call with the first tokens, and log-probabilities of the prompt's from the second on."""
+        scored = zip(self.request.prompt[1:], prompt_logprobs, strict=bool(prompt_logprobs))
         self._acts.put_nowait(
             prefill_pb2.PrefillResponse(
                 tokens=tokens,
                 finish=wire.finish_to_proto(finish),
                 cached_tokens=cached_tokens,
+                prompt_logprobs=[common_pb2.TokenLogprob(token_id=each, logprob=value) for each, value in scored],
                 duration=wire.duration(0.25),
                 transfer=common_pb2.Transfer(blocks=2, bytes=200, parts=1, parts_before_last_chunk=1),
                 load=wire.load_to_proto(self._load),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline import wire
+from paceline.errors import EngineLost, WorkerLost
 from paceline.protos import router_pb2
 from paceline.testing.router_bench import Asking, ids_of, router_bench
 from paceline.testing.scripted_workers import PATIENCE_S, scripted_decode, scripted_prefill
@@ -82,3 +83,30 @@ async def test_the_best_choice_alone_is_answered_when_all_have_ended() -> None:
         assert await whole(asking, 1) == {0: "xy"}
         assert finish_of(asking, 0).usage.completion_tokens == 3
         assert not any(piece.logprobs for piece in asking.pieces)
+
+
+async def test_an_answer_that_ends_before_its_prompts_log_probabilities_came_waits_for_them() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask("abc", prompt_logprobs=0)
+        first, stream = await prefill.next_call(), await decode.next_call()
+        await stream.reserve()
+        await stream.tokens(0, ids_of("xy"))
+        await stream.finish()
+        await asyncio.sleep(0.4)  # longer than the reply of any other request is waited for
+        await first.reply(ids_of("x"), prompt_logprobs=[-1.0, -2.0])
+        assert await whole(asking, 1) == {0: "xy"}
+        assert [score.logprob for score in asking.pieces[0].prompt_logprobs] == [-1.0, -2.0]
+        assert sum(len(piece.prompt_logprobs) for piece in asking.pieces) == 2
+
+
+async def test_a_prompts_log_probabilities_that_are_lost_are_an_error_and_no_silence() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask("abc", prompt_logprobs=0)
+        first, stream = await prefill.next_call(), await decode.next_call()
+        await stream.reserve()
+        await stream.tokens(0, ids_of("xy"))
+        await stream.finish()
+        await first.fail(EngineLost("died"))
+        assert isinstance(await asking.error(), WorkerLost)
