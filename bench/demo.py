@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster import Cluster
+from cluster import Cluster, ClusterFailed
 from paceline.checkpoint import resolve
 from paceline.client import Client, Finish, Message, ServerInfo, worker_info
 from paceline.config import UpConfig, load
@@ -25,7 +25,7 @@ def main(question: str) -> int:
     settings = load(UpConfig, file=None, env=os.environ, flags={})
     resolve(settings.model, cache_dir=settings.cache_dir, offline=settings.offline)
     console.print(f"[dim]$ paceline up --model {settings.model}")
-    with Cluster(prefill=1, decode=1) as cluster, cluster.client() as client:
+    with Cluster(prefill=1, decode=1, metrics=False) as cluster, cluster.client() as client:
         console.print(f"[dim]ready after {cluster.ready_after_s:.1f} s at {cluster.router}[/]\n\n[bold]{question}[/]\n")
         finish = stream_answer(client, question)
         console.print()
@@ -88,5 +88,5 @@ def servers_of(client: Client, finish: Finish) -> Table:
 if __name__ == "__main__":
     try:
         sys.exit(main(" ".join(sys.argv[1:]) or QUESTION))
-    except PacelineError as error:
+    except (PacelineError, ClusterFailed) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
