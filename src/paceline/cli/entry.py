@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from paceline.cli import ask, look, models, roles, up
+from paceline.cli import INTERRUPTED, ask, look, models, roles, up
 from paceline.cli.output import print_error
 from paceline.config import SECTIONS, add_flags
 from paceline.errors import InvalidRequest, PacelineError, StartupError
 
-INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 DEFAULT_ROUTER: Final = "127.0.0.1:7070"
 
@@ -31,8 +30,8 @@ _ROLE_HELP: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit status. argparse itself ends the process for a wrong flag, with 2."""
-    arguments = parser().parse_args(argv)
     try:
+        arguments = parser().parse_args(argv)
         status: int = arguments.handler(arguments)
         sys.stdout.flush()
     except PacelineError as error:

@@ -197,6 +197,20 @@ def test_ctrl_c_ends_an_answer_with_130_and_cancels_it(router: ScriptedRouter) -
     assert router.cancelled.wait(WAIT_S)
 
 
+def test_ctrl_c_amid_the_imports_is_130_without_a_word() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'grpc': os.kill(os.getpid(), signal.SIGINT)\n"
+        "from paceline.cli import main\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.exit(main(['version']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
+
+
 def test_a_reader_that_goes_away_ends_the_command_quietly(router: ScriptedRouter) -> None:
     router.script = endless
     process = start("generate", "Hi")
