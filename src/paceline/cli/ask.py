@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Final, TypedDict
 
-from paceline.cli.output import print_error
+from paceline.cli.output import explain, print_error
 from paceline.cli.stats import print_stats
 from paceline.client import Client, Completion, Message, Sampling, Stream
 from paceline.client.convert import completion
@@ -73,7 +73,7 @@ def _turn(client: Client, arguments: argparse.Namespace, turns: list[Message]) -
     except KeyboardInterrupt:
         print(" [stopped]")
     except PacelineError as error:
-        print_error(error.message)
+        print_error(explain(error))
     else:
         return [*turns, Message("assistant", answer.text)]
     return turns[:-1]

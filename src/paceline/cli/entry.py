@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from paceline.cli import INTERRUPTED, ask, look, models, roles, up
-from paceline.cli.output import print_error
-from paceline.config import SECTIONS, add_flags
+from paceline.cli.output import explain, print_error
+from paceline.config import SECTIONS, add_flags, parse_address
 from paceline.errors import InvalidRequest, PacelineError, StartupError
 
 BROKEN_PIPE: Final = 141
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.handler(arguments)
         sys.stdout.flush()
     except PacelineError as error:
-        print_error(error.message)
+        print_error(explain(error))
         return 2 if isinstance(error, StartupError | InvalidRequest) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -91,13 +91,24 @@ def _add_role(commands: _Commands[argparse.ArgumentParser], role: str, text: str
 
 
 def _add_router_address(command: argparse.ArgumentParser) -> None:
-    default = os.environ.get("PACELINE_ROUTER", DEFAULT_ROUTER).partition(",")[0]  # workers may be given several
+    named = os.environ.get("PACELINE_ROUTER", "").partition(",")[0].strip()  # workers may be given several
     command.add_argument(
         "--router",
-        default=default,
+        type=_router_address,
+        default=named or DEFAULT_ROUTER,
         metavar="HOST:PORT",
         help=f"router to talk to; $PACELINE_ROUTER, else {DEFAULT_ROUTER}",
     )
+
+
+def _router_address(text: str) -> str:
+    parse_address("router", text)
+    return text
+
+
+def _server_address(text: str) -> str:
+    parse_address("address", text)
+    return text
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -150,7 +161,7 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "health", "exit with 0 if the server is serving, else with 1")
-    command.add_argument("address", metavar="HOST:PORT")
+    command.add_argument("address", type=_server_address, metavar="HOST:PORT")
     command.add_argument("--service", default="", help="one gRPC service; all by default")
     command.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS")
     command.set_defaults(handler=look.health)

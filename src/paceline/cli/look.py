@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline import __version__, client
-from paceline.cli.output import stdout_console
+from paceline.cli.output import explain, stdout_console
 from paceline.client import AsyncClient, Health, Loads, ServerInfo, Worker, worker_info_async
 from paceline.errors import PacelineError
 
@@ -65,7 +65,7 @@ def _look_and_render(router: str) -> RenderableType:
     try:
         return render(asyncio.run(look(router)))
     except PacelineError as error:  # it may come back while one watches
-        return Text(f"error: {error.message}", style="bold red")
+        return Text(f"error: {explain(error)}", style="bold red")
 
 
 async def look(router: str) -> Status:

@@ -18,6 +18,7 @@ import pytest
 
 from paceline import __version__, errors
 from paceline.cli import main
+from paceline.cli.entry import DEFAULT_ROUTER, parser
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
 
@@ -136,7 +137,28 @@ def test_an_error_is_one_line_on_standard_error(
 
 def test_a_router_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Hi", "--router", "127.0.0.1:1"]) == 1
-    assert "error: no answer from 127.0.0.1:1" in capsys.readouterr().err
+    said = "error: no answer from 127.0.0.1:1: connection refused; is a router running there? (paceline up)\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nonsense", ""])
+def test_an_address_that_is_none_is_refused_before_anything_is_sent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    said = f"{address!r} is not host:port with a port from 1 to 65535\n"
+    assert main(["generate", "Hi", "--router", address]) == 2
+    assert capsys.readouterr().err == f"error: router: {said}"
+    assert main(["health", address]) == 2
+    assert capsys.readouterr().err == f"error: address: {said}"
+    if address:
+        monkeypatch.setenv("PACELINE_ROUTER", address)
+        assert main(["status"]) == 2
+        assert capsys.readouterr().err == f"error: router: {said}"
+
+
+def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ROUTER", "")
+    assert parser().parse_args(["status"]).router == DEFAULT_ROUTER
 
 
 @pytest.mark.parametrize(
