@@ -71,7 +71,7 @@ def _turn(client: Client, arguments: argparse.Namespace, turns: list[Message]) -
     try:
         answer = _reply(client, arguments, turns)
     except KeyboardInterrupt:
-        print(" [stopped]")
+        print("[stopped]")
     except PacelineError as error:
         print_error(explain(error))
     else:
@@ -89,11 +89,20 @@ def _reply(client: Client, arguments: argparse.Namespace, turns: list[Message]) 
 def _show(stream: Stream, *, tokens: bool) -> Completion:
     """Prints an answer as it comes. One that is all ids and no text, from a model without a tokenizer, as ids."""
     chunks = []
-    with stream:
-        for chunk in stream:
-            chunks.append(chunk)
-            sys.stdout.write("".join(f"{token_id} " for token_id in chunk.token_ids) if tokens else chunk.text)
+    last = ""
+    try:
+        with stream:
+            for chunk in stream:
+                chunks.append(chunk)
+                text = "".join(f"{token_id} " for token_id in chunk.token_ids) if tokens else chunk.text
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                last = text or last
+    except (PacelineError, KeyboardInterrupt):
+        if last and not last.endswith("\n"):
+            sys.stdout.write("\n")
             sys.stdout.flush()
+        raise
     if not chunks or chunks[-1].finish is None:
         raise EngineError("the router ended the answer without saying why")
     answer = completion(chunks)

@@ -135,6 +135,20 @@ def test_an_error_is_one_line_on_standard_error(
     assert capsys.readouterr() == ("", f"error: {error.message}\n")
 
 
+@pytest.mark.parametrize("text", ["Once", "Once\n"])
+def test_an_error_amid_an_answer_starts_on_a_new_line(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    def break_off(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        yield router_pb2.GenerateResponse(text=text, token_ids=[1])
+        yield router_pb2.GenerateResponse(token_ids=[2])
+        raise errors.WorkerLost("decode-0 died")
+
+    router.script = break_off
+    assert main(["generate", "Hi"]) == 1
+    assert capsys.readouterr() == ("Once\n", "error: decode-0 died\n")
+
+
 def test_a_router_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Hi", "--router", "127.0.0.1:1"]) == 1
     said = "error: no answer from 127.0.0.1:1: connection refused; is a router running there? (paceline up)\n"
