@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All subcommands. The parsed namespace has a `handler`, which takes it and returns an exit status."""
     root = argparse.ArgumentParser(prog="paceline", description="Disaggregated LLM serving.")
+    root.add_argument("--version", action="version", version=look.VERSION)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands)
     for role, text in _ROLE_HELP.items():
@@ -154,8 +155,9 @@ def _add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "status", "show workers, pools and queues")
     _add_router_address(command)
-    command.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    form.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(handler=look.status)
 
 

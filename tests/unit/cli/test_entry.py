@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import json
 import os
 import pty
@@ -15,10 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from paceline import __version__, errors
 from paceline.cli import main
 from paceline.cli.entry import DEFAULT_ROUTER, parser
+from paceline.cli.look import look, render
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
 
@@ -185,6 +189,7 @@ def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPa
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
         (["health"], "HOST:PORT"),
+        (["status", "--watch", "--json"], "not allowed with"),
     ],
 )
 def test_a_wrong_command_line_is_explained_with_status_2(
@@ -286,6 +291,22 @@ def test_status_is_a_table_with_every_worker(router: ScriptedRouter) -> None:
     assert rows["decode-0"][4] == "11+12"
 
 
+@pytest.mark.parametrize("name", ["decode-0", "left"])
+def test_status_keeps_names_and_addresses_whole_in_80_columns(router: ScriptedRouter, name: str) -> None:
+    router.loads.workers.append(worker(name, common_pb2.ROLE_DECODE, address="127.0.0.1:54321"))
+    router.loads.workers[0].draining = True
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(render(asyncio.run(look(router.address)), 80))
+    *_, header, row = captured.get().splitlines()
+    role = ["role"] if name == "left" else []
+    assert header.split() == ["worker", *role, "address", "run", "wait", "used", "commit", "quar", "heard"]
+    assert row.startswith(f"{name} (draining)")
+    assert "127.0.0.1:54321" in row
+    assert row.endswith("0.3 s ")
+    assert "…" not in row
+
+
 def test_status_as_json_holds_the_same(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
     router.loads.workers.append(worker("decode-0", common_pb2.ROLE_DECODE, address=router.address))
     assert main(["status", "--json"]) == 0
@@ -309,6 +330,13 @@ def test_health_is_its_exit_status(router: ScriptedRouter, capsys: pytest.Captur
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(f"paceline {__version__} ")
+
+
+def test_version_is_a_flag_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"paceline {__version__} ")
 
 
