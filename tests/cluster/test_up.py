@@ -123,7 +123,7 @@ def test_without_a_terminal_logs_are_json_lines_and_sigterm_stops(start: Callabl
     up.read(0.1)
     others = [line for line in up.output.splitlines() if not line.startswith("{")]
     assert len(others) == 1
-    assert re.match(rf"Paceline is ready at {up.address} after \d+\.\d s: dummy:tiny, 1 workers", others[0])
+    assert re.match(rf"Paceline is ready at {up.address} after \d+\.\d s: dummy:tiny, 1 worker", others[0])
 
 
 def test_no_role_outlives_a_killed_up(start: Callable[..., Up]) -> None:

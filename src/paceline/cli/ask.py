@@ -42,7 +42,10 @@ def chat(arguments: argparse.Namespace) -> int:
     with Client(arguments.router) as client:
         if arguments.prompt is None and sys.stdin.isatty():
             return _converse(client, arguments, turns)
-        turns.append(Message("user", _text("-" if arguments.prompt is None else arguments.prompt)))
+        said = _text("-" if arguments.prompt is None else arguments.prompt)
+        if not said.strip():
+            raise InvalidRequest("message", "it is empty")
+        turns.append(Message("user", said))
         answer = _reply(client, arguments, turns)
         return 0 if answer.finish.reason in (FinishReason.STOP, FinishReason.LENGTH) else 1
 

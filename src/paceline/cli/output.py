@@ -40,6 +40,11 @@ def explain(error: PacelineError) -> str:
     return error.message
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def milliseconds(seconds: float) -> str:
     """`0.4 ms`, `12 ms`, `1.23 s`."""
     if seconds >= 1:

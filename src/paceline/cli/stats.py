@@ -6,7 +6,7 @@ import contextlib
 
 from rich.table import Table
 
-from paceline.cli.output import byte_size, milliseconds, stderr_console
+from paceline.cli.output import byte_size, counted, milliseconds, stderr_console
 from paceline.client import Client, Completion, Finish, Worker, worker_info
 from paceline.errors import PacelineError
 from paceline.types import WorkerKey
@@ -26,18 +26,20 @@ def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:
     usage, timings, transfer = finish.usage, finish.timings, finish.transfer
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
-    table.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached")
-    table.add_row("answer", f"{usage.completion_tokens} tokens, {_rate(finish)}, ended by {finish.reason.value}")
+    table.add_row("prompt", f"{counted(usage.prompt_tokens, 'token')}, {usage.cached_tokens} of them cached")
+    table.add_row(
+        "answer", f"{counted(usage.completion_tokens, 'token')}, {_rate(finish)}, ended by {finish.reason.value}"
+    )
     queued = milliseconds(timings.queued_s)
     table.add_row("first token", f"after {milliseconds(timings.first_token_s)}; placed after {queued}")
     table.add_row("total", milliseconds(timings.total_s))
     if finish.prefill_worker is None:
-        table.add_row("prefill", f"on the decode worker, {finish.prompt_tokens_computed_on_decode} tokens")
+        table.add_row("prefill", f"on the decode worker, {counted(finish.prompt_tokens_computed_on_decode, 'token')}")
     else:
         table.add_row("prefill", f"{_process(finish.prefill_worker, workers)}, {milliseconds(timings.prefill_s)}")
         table.add_row(
             "KV moved",
-            f"{transfer.blocks} blocks, {byte_size(transfer.bytes)} in {transfer.parts} parts, "
+            f"{counted(transfer.blocks, 'block')}, {byte_size(transfer.bytes)} in {counted(transfer.parts, 'part')}, "
             f"{transfer.parts_before_last_chunk} of them before the last chunk, {milliseconds(transfer.duration_s)}, "
             f"attempt {finish.attempts}",
         )

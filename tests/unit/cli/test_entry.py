@@ -23,6 +23,7 @@ from paceline import __version__, errors
 from paceline.cli import main
 from paceline.cli.entry import DEFAULT_ROUTER, parser
 from paceline.cli.look import look, render
+from paceline.cli.output import counted
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
 
@@ -102,6 +103,13 @@ def test_chat_sends_a_conversation(router: ScriptedRouter, capsys: pytest.Captur
     turns = [(turn.role, turn.content) for turn in router.requests[0].chat.messages]
     assert turns == [("system", "Be brief."), ("user", "Hi")]
     assert capsys.readouterr().out == "Hello world\n"
+
+
+def test_chat_refuses_to_say_nothing(router: ScriptedRouter) -> None:
+    process = start("chat")
+    assert process.communicate(timeout=WAIT_S) == (b"", b"error: message: it is empty\n")
+    assert process.returncode == 2
+    assert router.requests == []
 
 
 def test_chat_on_a_terminal_remembers_the_turns_until_it_is_reset(router: ScriptedRouter) -> None:
@@ -328,9 +336,22 @@ def test_health_is_its_exit_status(router: ScriptedRouter, capsys: pytest.Captur
     assert capsys.readouterr().out == "serving\nnot serving\n"
 
 
+def test_health_of_an_unknown_service_or_in_no_time_is_refused(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", router.address, "--service", "tea"]) == 2
+    assert capsys.readouterr().err == f"error: service: 'tea' is none of the server at {router.address}\n"
+    assert main(["health", router.address, "--timeout", "0"]) == 2
+    assert capsys.readouterr().err == "error: timeout: 0 is not a positive number of seconds\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith(f"paceline {__version__} ")
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(count, "block") for count in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]
 
 
 def test_version_is_a_flag_as_well(capsys: pytest.CaptureFixture[str]) -> None:
