@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,6 +28,10 @@ from paceline.types import Role
 
 HOST = "127.0.0.1"
 STOP_S = 60.0
+_PORTS = (20_000, 29_900)
+_ATTEMPTS = 100
+_TRIES = 3
+_PORT_TAKEN = ("cannot be listened on", "another process listens")
 FAILED_LOG = Path(__file__).parent / "results" / "failed-cluster.log"
 """Where the log of the latest cluster is kept under which a check raised."""
 
@@ -36,7 +41,10 @@ class ClusterFailed(RuntimeError):
 
 
 class Cluster:
-    """`paceline up` as a child process. `flags` go to it as they are; `paceline` is the command to run."""
+    """`paceline up` as a child process. `flags` go to it as they are; `paceline` is the command to run.
+
+    Without `metrics` each role takes a metrics port of its own choice, and `metrics()` cannot ask for them.
+    """
 
     def __init__(
         self,
@@ -48,26 +56,15 @@ class Cluster:
         paceline: Path | None = None,
         cwd: Path | None = None,
         ready_s: float = 120.0,
+        metrics: bool = True,
     ) -> None:
         self.prefill, self.decode, self.ready_s = prefill, decode, ready_s
-        self.router = f"{HOST}:{free_port()}"
-        command = Path(sys.executable).parent / "paceline" if paceline is None else paceline
-        self._metrics_base = free_run(1 + prefill + decode)
+        self._program = Path(sys.executable).parent / "paceline" if paceline is None else paceline
+        self._flags, self._with_metrics = flags, metrics
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-cluster-")
         self.run_dir = Path(self._folder.name) / "run"
         self.log_path = Path(self._folder.name) / "log"
-        self._command = [
-            str(command),
-            "up",
-            f"--port={self.router.rpartition(':')[2]}",
-            f"--prefill={prefill}",
-            f"--decode={decode}",
-            "--prefill-port=0",
-            "--decode-port=0",
-            f"--metrics-port={self._metrics_base}",
-            f"--run-dir={self.run_dir}",
-            *flags,
-        ]
+        self._choose_ports()
         self._env, self._cwd = dict(os.environ if env is None else env), cwd
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -86,6 +83,7 @@ class Cluster:
     def metrics(self, role: str) -> dict[str, float]:
         """What `router`, `prefill-0`, `decode-0`, ... counts now, by sample, as in `name{label="value"}`."""
         roles = ["router", *(f"prefill-{i}" for i in range(self.prefill)), *(f"decode-{i}" for i in range(self.decode))]
+        assert self._metrics_base is not None, "the cluster was made without metrics"
         url = f"http://{HOST}:{self._metrics_base + roles.index(role)}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             lines = answer.read().decode().splitlines()
@@ -94,14 +92,18 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Starts it and waits until the router serves and every worker is registered. Raises ClusterFailed."""
-        started = time.monotonic()
-        self._log = self.log_path.open("wb")
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=self._env, cwd=self._cwd
-        )
+        self._log = self.log_path.open("ab")
+        started = self._launch()
+        tries_left = _TRIES
         while not self._is_ready():
+            assert self._process is not None
             if self._process.poll() is not None:
-                raise ClusterFailed(f"paceline up ended with {self._process.returncode}\n{self.log_tail()}")
+                tries_left -= 1
+                if not tries_left or not any(words in self.log_tail() for words in _PORT_TAKEN):
+                    raise ClusterFailed(f"paceline up ended with {self._process.returncode}\n{self.log_tail()}")
+                self._log.truncate(0)
+                self._choose_ports()
+                started = self._launch()
             if time.monotonic() - started > self.ready_s:
                 self.stop(clean=False)
                 raise ClusterFailed(f"not ready after {self.ready_s:g} s\n{self.log_tail()}")
@@ -145,6 +147,30 @@ class Cluster:
                 shutil.copyfile(self.log_path, FAILED_LOG)
             self._folder.cleanup()
 
+    def _choose_ports(self) -> None:
+        self.router = f"{HOST}:{free_run(1)}"
+        self._metrics_base = free_run(1 + self.prefill + self.decode) if self._with_metrics else None
+
+    def _launch(self) -> float:
+        """Starts the process, and gives the time of it."""
+        command = [
+            str(self._program),
+            "up",
+            f"--port={self.router.rpartition(':')[2]}",
+            f"--prefill={self.prefill}",
+            f"--decode={self.decode}",
+            "--prefill-port=0",
+            "--decode-port=0",
+            f"--metrics-port={self._metrics_base or 0}",
+            f"--run-dir={self.run_dir}",
+            *self._flags,
+        ]
+        started = time.monotonic()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=self._env, cwd=self._cwd
+        )
+        return started
+
     def _is_ready(self) -> bool:
         try:
             if health(self.router, timeout=1.0) is not Health.SERVING:
@@ -156,18 +182,15 @@ class Cluster:
         return len(loads.of(Role.PREFILL)) >= self.prefill and len(loads.of(Role.DECODE)) >= self.decode
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    return free_run(1)
-
-
 def free_run(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on right now."""
-    while True:
-        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind((HOST, 0))
-            port = int(first.getsockname()[1])
-            for following in range(port + 1, port + count):
-                stack.enter_context(socket.socket()).bind((HOST, following))
-            return port
+    """The first of `count` ports in a row that nobody listens on right now.
+
+    They lie below the range from which systems hand out ports, so that no connection takes one before it is used.
+    """
+    for _ in range(_ATTEMPTS):
+        first = random.SystemRandom().randrange(*_PORTS)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind((HOST, port))
+            return first
+    raise ClusterFailed(f"no {count} free ports in a row from {_PORTS[0]} to {_PORTS[1]}")

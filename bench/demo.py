@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster import Cluster
+from cluster import Cluster, ClusterFailed
 from paceline.checkpoint import resolve
+from paceline.cli.output import counted
 from paceline.client import Client, Finish, Message, ServerInfo, worker_info
 from paceline.config import UpConfig, load
 from paceline.errors import PacelineError
@@ -25,7 +26,7 @@ def main(question: str) -> int:
     settings = load(UpConfig, file=None, env=os.environ, flags={})
     resolve(settings.model, cache_dir=settings.cache_dir, offline=settings.offline)
     console.print(f"[dim]$ paceline up --model {settings.model}")
-    with Cluster(prefill=1, decode=1) as cluster, cluster.client() as client:
+    with Cluster(prefill=1, decode=1, metrics=False) as cluster, cluster.client() as client:
         console.print(f"[dim]ready after {cluster.ready_after_s:.1f} s at {cluster.router}[/]\n\n[bold]{question}[/]\n")
         finish = stream_answer(client, question)
         console.print()
@@ -54,15 +55,15 @@ def timings_of(finish: Finish) -> Table:
     usage, timings, transfer = finish.usage, finish.timings, finish.transfer
     decoding_s = max(timings.total_s - timings.first_token_s, 1e-9)
     rate = (usage.completion_tokens - 1) / decoding_s
-    table.add_row("prompt", f"{usage.prompt_tokens} tokens, computed in {timings.prefill_s * 1000:.0f} ms")
+    table.add_row("prompt", f"{counted(usage.prompt_tokens, 'token')}, computed in {timings.prefill_s * 1000:.0f} ms")
     table.add_row(
         "first token",
         f"after {timings.first_token_s * 1000:.0f} ms, of them {timings.queued_s * 1000:.0f} ms in the queue",
     )
-    table.add_row("answer", f"{usage.completion_tokens} tokens, {rate:.1f} a second after the first")
+    table.add_row("answer", f"{counted(usage.completion_tokens, 'token')}, {rate:.1f} a second after the first")
     took = f", {transfer.duration_s * 1000:.1f} ms" if transfer.duration_s else ""
-    moved = f"{transfer.blocks} KV blocks, {transfer.bytes / 1e6:.2f} MB in {transfer.parts} parts{took}"
-    table.add_row("hand-off", moved)
+    moved = f"{counted(transfer.blocks, 'KV block')}, {transfer.bytes / 1e6:.2f} MB"
+    table.add_row("hand-off", f"{moved} in {counted(transfer.parts, 'part')}{took}")
     return table
 
 
@@ -88,5 +89,5 @@ def servers_of(client: Client, finish: Finish) -> Table:
 if __name__ == "__main__":
     try:
         sys.exit(main(" ".join(sys.argv[1:]) or QUESTION))
-    except PacelineError as error:
+    except (PacelineError, ClusterFailed) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")

@@ -30,9 +30,10 @@ def test_killed_parts_come_back_and_serve() -> None:
     with Cluster.start(prefill=1, decode=1) as cluster:
         for role, part in (("decode", "engine"), ("prefill", "front"), ("router", "front")):
             before = cluster.processes
-            cluster.kill(role, 0, "engine" if part == "engine" else "front")
-            cluster.wait_ready()
             name = role if role == "router" else f"{role}-0"
+            cluster.kill(role, 0, "engine" if part == "engine" else "front")
+            assert not any(group_members(pid) for pid in before[name])
+            cluster.wait_ready()
             assert cluster.processes[name] != before[name]
         with cluster.client() as client:
             assert client.complete([1, 2, 3], max_tokens=2, ignore_eos=True).finish.usage.completion_tokens == 2

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.cli.plan import free_ports
 from paceline.client import Client, Completion, Health, health, worker_load
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 from paceline.testing.cluster import Cluster
@@ -24,7 +25,10 @@ READY_S = 60.0
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    with Cluster.start(2, 2, pool_blocks=512, max_batch_tokens=16) as cluster:
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    ports = free_ports("127.0.0.1", len(names))  # each worker's own, which its next life takes again
+    per_role = {name: {"port": port} for name, port in zip(names, ports, strict=True)}
+    with Cluster.start(2, 2, pool_blocks=512, max_batch_tokens=16, per_role=per_role) as cluster:
         yield cluster
 
 

@@ -123,7 +123,7 @@ def test_without_a_terminal_logs_are_json_lines_and_sigterm_stops(start: Callabl
     up.read(0.1)
     others = [line for line in up.output.splitlines() if not line.startswith("{")]
     assert len(others) == 1
-    assert re.match(rf"Paceline is ready at {up.address} after \d+\.\d s: dummy:tiny, 1 workers", others[0])
+    assert re.match(rf"Paceline is ready at {up.address} after \d+\.\d s: dummy:tiny, 1 worker", others[0])
 
 
 def test_no_role_outlives_a_killed_up(start: Callable[..., Up]) -> None:
@@ -134,7 +134,7 @@ def test_no_role_outlives_a_killed_up(start: Callable[..., Up]) -> None:
 
 
 def test_a_killed_role_comes_back_with_its_id_and_port_under_a_new_epoch(start: Callable[..., Up]) -> None:
-    up = start("--prefill=0").until_ready()
+    up = start("--prefill=0", f"--decode-port={free_ports('127.0.0.1', 1)[0]}").until_ready()
     with Client(up.address) as client:
         before = client.loads().workers[0]
         front = worker_info(before.address, before.role).process_ids[0]

@@ -2,6 +2,6 @@
 
 import sys
 
-from paceline.cli.entry import main
+from paceline.cli import main
 
 sys.exit(main())

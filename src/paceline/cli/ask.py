@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Final, TypedDict
 
-from paceline.cli.output import print_error
+from paceline.cli.output import explain, print_error
 from paceline.cli.stats import print_logprobs, print_stats
 from paceline.client import Client, Completion, Message, Sampling, Stream
 from paceline.client.convert import completion
@@ -51,7 +51,10 @@ def chat(arguments: argparse.Namespace) -> int:
     with Client(arguments.router) as client:
         if arguments.prompt is None and sys.stdin.isatty():
             return _converse(client, arguments, turns)
-        turns.append(Message("user", _text("-" if arguments.prompt is None else arguments.prompt)))
+        said = _text("-" if arguments.prompt is None else arguments.prompt)
+        if not said.strip():
+            raise InvalidRequest("message", "it is empty")
+        turns.append(Message("user", said))
         answer = _reply(client, arguments, turns)
         return 0 if answer.finish.reason in (FinishReason.STOP, FinishReason.LENGTH) else 1
 
@@ -80,9 +83,9 @@ def _turn(client: Client, arguments: argparse.Namespace, turns: list[Message]) -
     try:
         answer = _reply(client, arguments, turns)
     except KeyboardInterrupt:
-        print(" [stopped]")
+        print("[stopped]")
     except PacelineError as error:
-        print_error(error.message)
+        print_error(explain(error))
     else:
         return [*turns, Message("assistant", answer.text)]
     return turns[:-1]
@@ -101,12 +104,22 @@ def _show(stream: Stream, *, tokens: bool) -> Completion:
     One that is all ids and no text, from a model without a tokenizer, is printed as ids.
     """
     chunks = []
-    with stream:
-        for chunk in stream:
-            chunks.append(chunk)
-            if chunk.choice == 0:
-                sys.stdout.write("".join(f"{token_id} " for token_id in chunk.token_ids) if tokens else chunk.text)
+    last = ""
+    try:
+        with stream:
+            for chunk in stream:
+                chunks.append(chunk)
+                if chunk.choice != 0:
+                    continue
+                text = "".join(f"{token_id} " for token_id in chunk.token_ids) if tokens else chunk.text
+                sys.stdout.write(text)
                 sys.stdout.flush()
+                last = text or last
+    except (PacelineError, KeyboardInterrupt):
+        if last and not last.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        raise
     if not chunks or chunks[-1].finish is None:
         raise EngineError("the router ended the answer without saying why")
     answer = completion(chunks)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from paceline.cli import ask, look, models, roles, up
-from paceline.cli.output import print_error
-from paceline.config import SECTIONS, add_flags
+from paceline.cli import INTERRUPTED, ask, look, models, roles, up
+from paceline.cli.output import explain, print_error
+from paceline.config import SECTIONS, add_flags, parse_address
 from paceline.errors import InvalidRequest, PacelineError, StartupError
 
-INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 DEFAULT_ROUTER: Final = "127.0.0.1:7070"
 
@@ -31,12 +30,12 @@ _ROLE_HELP: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit status. argparse itself ends the process for a wrong flag, with 2."""
-    arguments = parser().parse_args(argv)
     try:
+        arguments = parser().parse_args(argv)
         status: int = arguments.handler(arguments)
         sys.stdout.flush()
     except PacelineError as error:
-        print_error(error.message)
+        print_error(explain(error))
         return 2 if isinstance(error, StartupError | InvalidRequest) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -50,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All subcommands. The parsed namespace has a `handler`, which takes it and returns an exit status."""
     root = argparse.ArgumentParser(prog="paceline", description="Disaggregated LLM serving.")
+    root.add_argument("--version", action="version", version=look.VERSION)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands)
     for role, text in _ROLE_HELP.items():
@@ -92,13 +92,24 @@ def _add_role(commands: _Commands[argparse.ArgumentParser], role: str, text: str
 
 
 def _add_router_address(command: argparse.ArgumentParser) -> None:
-    default = os.environ.get("PACELINE_ROUTER", DEFAULT_ROUTER).partition(",")[0]  # workers may be given several
+    named = os.environ.get("PACELINE_ROUTER", "").partition(",")[0].strip()  # workers may be given several
     command.add_argument(
         "--router",
-        default=default,
+        type=_router_address,
+        default=named or DEFAULT_ROUTER,
         metavar="HOST:PORT",
         help=f"router to talk to; $PACELINE_ROUTER, else {DEFAULT_ROUTER}",
     )
+
+
+def _router_address(text: str) -> str:
+    parse_address("router", text)
+    return text
+
+
+def _server_address(text: str) -> str:
+    parse_address("address", text)
+    return text
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -160,14 +171,15 @@ def _add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "status", "show workers, pools and queues")
     _add_router_address(command)
-    command.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    form.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(handler=look.status)
 
 
 def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "health", "exit with 0 if the server is serving, else with 1")
-    command.add_argument("address", metavar="HOST:PORT")
+    command.add_argument("address", type=_server_address, metavar="HOST:PORT")
     command.add_argument("--service", default="", help="one gRPC service; all by default")
     command.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS")
     command.set_defaults(handler=look.health)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline import __version__, client
-from paceline.cli.output import stdout_console
+from paceline.cli.output import explain, stdout_console
 from paceline.client import AsyncClient, Health, Loads, ServerInfo, Worker, worker_info_async
 from paceline.errors import PacelineError
 
@@ -35,6 +35,10 @@ _COLUMNS: Final = (
     "quarantined",
     "heard",
 )
+_SHORT: Final = {"used/total": "used", "committed": "commit", "quarantined": "quar"}
+_LEFT_OUT: Final = frozenset({"epoch", "pids"})
+_ROOMY: Final = 105
+_TEXTS: Final = frozenset({"worker", "role", "address"})
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,19 +57,20 @@ def status(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(msgspec.json.format(msgspec.json.encode(seen)).decode())
         else:
-            stdout_console().print(render(seen))
+            console = stdout_console()
+            console.print(render(seen, console.width))
         return 0
     with Live(console=stdout_console(), auto_refresh=False) as live:
         while True:
-            live.update(_look_and_render(arguments.router), refresh=True)
+            live.update(_look_and_render(arguments.router, live.console.width), refresh=True)
             time.sleep(_REFRESH_S)
 
 
-def _look_and_render(router: str) -> RenderableType:
+def _look_and_render(router: str, width: int) -> RenderableType:
     try:
-        return render(asyncio.run(look(router)))
+        return render(asyncio.run(look(router)), width)
     except PacelineError as error:  # it may come back while one watches
-        return Text(f"error: {error.message}", style="bold red")
+        return Text(f"error: {explain(error)}", style="bold red")
 
 
 async def look(router: str) -> Status:
@@ -83,19 +88,29 @@ async def _pids(worker: Worker) -> tuple[int, ...]:
     return ()
 
 
-def render(seen: Status) -> RenderableType:
-    """The table, under a line about the router."""
+def render(seen: Status, width: int) -> RenderableType:
+    """The table, under a line about the router. In few columns of text names and addresses stay whole, others go."""
     server, loads = seen.server, seen.loads
     pids = ", ".join(map(str, server.process_ids)) or "?"
     head = (
         f"router {seen.router} (pid {pids}), Paceline {server.version}, model {server.model}, "
         f"up {server.uptime_s:.0f} s: {loads.queued} queued, {loads.active} active"
     )
+    rows = [
+        dict(zip(_COLUMNS, _row(worker, seen.processes.get(str(worker.key), ())), strict=True))
+        for worker in loads.workers
+    ]
+    short = width < _ROOMY
+    left_out = set(_LEFT_OUT) if short else set()
+    if short and all(row["worker"].startswith(row["role"]) for row in rows):
+        left_out.add("role")  # the names say it
+    columns = [column for column in _COLUMNS if column not in left_out]
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for index, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if index < 3 else "right", no_wrap=True)
-    for worker in loads.workers:
-        table.add_row(*_row(worker, seen.processes.get(str(worker.key), ())))
+    for column in columns:
+        name = _SHORT.get(column, column) if short else column
+        table.add_column(name, justify="left" if column in _TEXTS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
     return Group(Text(head), table if loads.workers else Text("no worker is registered", style="yellow"))
 
 
@@ -123,7 +138,10 @@ def health(arguments: argparse.Namespace) -> int:
     return 0 if answer is Health.SERVING else 1
 
 
+VERSION: Final = f"paceline {__version__} (Python {sys.version.partition(' ')[0]})"
+
+
 def version(arguments: argparse.Namespace) -> int:
     """Paceline's version, and Python's."""
-    print(f"paceline {__version__} (Python {sys.version.partition(' ')[0]})")
+    print(VERSION)
     return 0

@@ -8,6 +8,8 @@ from typing import Final, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from paceline.errors import PacelineError, WorkerLost
+
 _FILE_WIDTH: Final = 200
 
 
@@ -29,6 +31,18 @@ def _width(stream: TextIO) -> int | None:
 def print_error(message: str) -> None:
     """One line, whatever the message holds."""
     stderr_console().print(Text(f"error: {' '.join(message.split())}", style="bold red"))
+
+
+def explain(error: PacelineError) -> str:
+    """The error's message; where nobody listens at an address, what to do about it."""
+    if isinstance(error, WorkerLost) and "Connection refused" in error.message:
+        return f"{error.message.partition(': ')[0]}: connection refused; is a router running there? (paceline up)"
+    return error.message
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def milliseconds(seconds: float) -> str:

@@ -7,10 +7,11 @@ command line, or in its own table of the file where the role's says nothing.
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from paceline.settings import settings_of
 ROUTER: Final = "router"
 _ALWAYS: Final = ("host", "model", "cache_dir", "offline", "grace_s", "log_json", "log_level")
 _OWN: Final = frozenset({"port", "metrics_port", "run_dir", "threads"})
+_FREE_PORTS: Final = range(20_000, 30_000)
+_ATTEMPTS: Final = 50
 _WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
 
@@ -97,7 +100,11 @@ def _handed_on(config: UpConfig, cls: type[CommonConfig], sources: Sources) -> d
 
 
 def _ports(config: UpConfig, names: list[str]) -> dict[str, int]:
-    """A port for each role: those that were asked for, and free ones for the rest."""
+    """A port for each role: those that were asked for, a free one for the router, and 0 for the other workers.
+
+    A worker takes its own free port when it listens, and registers that one. A port chosen for it here could be
+    another process's by then.
+    """
     firsts = {"prefill": config.prefill_port, "decode": config.decode_port}
     ports = {ROUTER: config.port}
     for name in names:
@@ -108,15 +115,26 @@ def _ports(config: UpConfig, names: list[str]) -> dict[str, int]:
         if asked.count(port) > 1:
             raise ConfigError(f"port {port} is asked for twice: port, prefill_port and decode_port overlap")
         _check_free(config.host, port)
-    free = iter(free_ports(config.host, list(ports.values()).count(0)))
-    return {name: port or next(free) for name, port in ports.items()}
+    # The workers' command lines name the router's port, so it cannot wait; and it is checked that the host is ours.
+    (free,) = free_ports(config.host, 1)
+    return ports | {ROUTER: ports[ROUTER] or free}
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Distinct ports that nobody listens on right now."""
+    """Distinct ports that nobody listens on right now.
+
+    They lie below the range that systems hand out by default, so that no outgoing connection takes one before it is
+    listened on. Raises AddressInUse where `host` cannot be listened on at all.
+    """
     with ExitStack() as stack:
-        probes = [stack.enter_context(_bound(host, 0)) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
+        return [stack.enter_context(_any_bound(host)).getsockname()[1] for _ in range(count)]
+
+
+def _any_bound(host: str) -> socket.socket:
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(AddressInUse):
+            return _bound(host, random.choice(_FREE_PORTS), reuse=False)
+    return _bound(host, random.choice(_FREE_PORTS), reuse=False)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -124,11 +142,12 @@ def _check_free(host: str, port: int) -> None:
     _bound(host, port).close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, *, reuse: bool = True) -> socket.socket:
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        # As gRPC's server does: what is left of closed connections does not count, a listener does.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # As gRPC's server does: what is left of closed connections does not count, a listener does. Probes that are
+        # held together go without, as they could share a port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         probe.bind((host.strip("[]"), port))
     except OSError as error:
         probe.close()

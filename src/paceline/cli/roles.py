@@ -12,6 +12,7 @@ import uvloop
 
 from paceline import log
 from paceline.cli.child import die_with_parent
+from paceline.cli.variables import warn_of_unknown_variables
 from paceline.config import SECTIONS, CommonConfig, DecodeConfig, PrefillConfig, load
 from paceline.errors import StartupError
 
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(SECTIONS[role], file=arguments.config, env=os.environ, flags=vars(arguments))
     worker = config.worker_id if isinstance(config, PrefillConfig | DecodeConfig) else None
     log.configure(role, config.log_level, config.log_json, worker=worker)
+    if arguments.die_with_parent is None:  # else the parent has said it
+        warn_of_unknown_variables(os.environ)
     return uvloop.run(_serve_of(role)(config)) or 0
 
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from paceline.cli.output import stderr_console
+from paceline.cli.output import counted, stderr_console
 from paceline.cli.supervisor import Died, Event, Failure, Started, describe_status
 from paceline.errors import StartupError
 from paceline.log import get_logger
@@ -89,7 +89,10 @@ class Screen:
         self._end_live()
         workers = len(self._states) - 1
         with contextlib.suppress(OSError):
-            print(f"Paceline is ready at {address} after {took_s:.1f} s: {model}, {workers} workers", flush=True)
+            print(
+                f"Paceline is ready at {address} after {took_s:.1f} s: {model}, {counted(workers, 'worker')}",
+                flush=True,
+            )
             if self._terminal:
                 router = "" if address == "127.0.0.1:7070" else f" --router {address}"
                 print(f"  try    paceline chat{router} --stats 'Why do cyclists ride in a line?'")

@@ -7,8 +7,8 @@ import sys
 
 from rich.table import Table
 
-from paceline.cli.output import byte_size, milliseconds, stderr_console
-from paceline.client import Client, Completion, Finish, Worker, worker_info
+from paceline.cli.output import byte_size, counted, milliseconds, stderr_console
+from paceline.client import Client, Completion, Finish, TransferSummary, Worker, worker_info
 from paceline.errors import PacelineError
 from paceline.types import WorkerKey
 
@@ -37,25 +37,32 @@ def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:
     usage, timings, transfer = finish.usage, finish.timings, finish.transfer
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
-    table.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached")
-    table.add_row("answer", f"{usage.completion_tokens} tokens, {_rate(finish)}, ended by {finish.reason.value}")
+    table.add_row("prompt", f"{counted(usage.prompt_tokens, 'token')}, {usage.cached_tokens} of them cached")
+    table.add_row(
+        "answer", f"{counted(usage.completion_tokens, 'token')}, {_rate(finish)}, ended by {finish.reason.value}"
+    )
     queued = milliseconds(timings.queued_s)
     table.add_row("first token", f"after {milliseconds(timings.first_token_s)}; placed after {queued}")
     table.add_row("total", milliseconds(timings.total_s))
     if finish.prefill_worker is None:
-        table.add_row("prefill", f"on the decode worker, {finish.prompt_tokens_computed_on_decode} tokens")
+        table.add_row("prefill", f"on the decode worker, {counted(finish.prompt_tokens_computed_on_decode, 'token')}")
     else:
         table.add_row("prefill", f"{_process(finish.prefill_worker, workers)}, {milliseconds(timings.prefill_s)}")
-        table.add_row(
-            "KV moved",
-            f"{transfer.blocks} blocks, {byte_size(transfer.bytes)} in {transfer.parts} parts, "
-            f"{transfer.held_blocks} blocks were there, "
-            f"{transfer.parts_before_last_chunk} of them before the last chunk, {milliseconds(transfer.duration_s)}, "
-            f"attempt {finish.attempts}",
-        )
+        table.add_row("KV moved", _moved(transfer, finish.attempts))
     if finish.decode_worker is not None:
         table.add_row("decode", _process(finish.decode_worker, workers))
     return table
+
+
+def _moved(transfer: TransferSummary, attempts: int) -> str:
+    parts = counted(transfer.parts, "part")
+    text = f"{counted(transfer.blocks, 'block')}, {byte_size(transfer.bytes)} in {parts}"
+    if transfer.parts > 1:  # of a single part there is no spread to tell
+        spread = milliseconds(transfer.duration_s)
+        text += f" over {spread}, {transfer.parts_before_last_chunk} of them before the last chunk"
+    if transfer.held_blocks:
+        text += f", {counted(transfer.held_blocks, 'block')} there already"
+    return f"{text}, attempt {attempts}"
 
 
 def _rate(finish: Finish) -> str:

@@ -21,6 +21,7 @@ from paceline.cli.plan import ROUTER, Plan, Sources, make_plan
 from paceline.cli.readiness import States, wait_ready
 from paceline.cli.screen import Screen
 from paceline.cli.supervisor import Supervisor
+from paceline.cli.variables import warn_of_unknown_variables
 from paceline.config import UpConfig, load
 
 
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     terminal = sys.stderr.isatty() and config.log_json is not True
     config = msgspec.structs.replace(config, log_json=not terminal if config.log_json is None else config.log_json)
     log.configure("up", config.log_level, config.log_json)
+    warn_of_unknown_variables(os.environ)
     _fetch(config)
     plan = make_plan(config, sources, parent=os.getpid())
     names = [role.name for role in plan.roles]

@@ -85,7 +85,8 @@ class AsyncClient:
     def __init__(self, address: str = "127.0.0.1:7070") -> None:
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
-        self._router = convert.RouterStub(self._channel)
+        self._router: Any = convert.RouterStub(self._channel)
+        self._health: Any = convert.HealthStub(self._channel)
 
     def generate(
         self,
@@ -174,13 +175,17 @@ class AsyncClient:
             return bool((await self._router.Abort(convert.abort_request(request_id), timeout=CALL_S)).found)
 
     async def health(self, *, service: str = "", timeout: float = CALL_S) -> Health:
-        """What the router's health service says."""
-        with _errors(self.address):
-            stub = convert.HealthStub(self._channel)
-            return convert.health_from_proto(await stub.Check(convert.health_request(service), timeout=timeout))
+        """What the router's health service says. InvalidRequest for an unknown service, or no time to wait."""
+        convert.check_timeout(timeout)
+        try:
+            answer = await self._health.Check(convert.health_request(service), timeout=timeout)
+        except grpc.RpcError as error:
+            raise convert.health_failure(error, self.address, service) from error
+        return convert.health_from_proto(answer)
 
     async def close(self) -> None:
-        """Closes the channel, which cancels what is under way."""
+        """Closes the channel, which cancels what is under way. Any call after it raises InvalidRequest."""
+        self._router = self._health = convert.Closed()
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:

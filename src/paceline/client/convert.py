@@ -46,6 +46,26 @@ def failure(error: grpc.RpcError, address: str) -> PacelineError:
     return found
 
 
+def health_failure(error: grpc.RpcError, address: str, service: str) -> PacelineError:
+    """The error behind a failed health check, which gRPC's own service answers: it has one of its own as well."""
+    if error.code() is grpc.StatusCode.NOT_FOUND:
+        return InvalidRequest("service", f"{quote(service)} is none of the server at {address}")
+    return failure(error, address)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raises InvalidRequest for a number of seconds that is no time to wait."""
+    if not 0 < timeout < 1e9:
+        raise InvalidRequest("timeout", f"{timeout:g} is not a positive number of seconds")
+
+
+class Closed:
+    """In place of a closed client's stubs: any call of it raises InvalidRequest."""
+
+    def __getattr__(self, method: str) -> Any:
+        raise InvalidRequest("client", "it is closed")
+
+
 def generate_request(
     prompt: Prompt | Sequence[types.Message],
     *,
@@ -62,8 +82,7 @@ def generate_request(
     )
     _set_prompt(request, prompt)
     if timeout is not None:
-        if not 0 < timeout < 1e9:
-            raise InvalidRequest("timeout", f"{timeout} is not a positive number of seconds")
+        check_timeout(timeout)
         request.timeout.CopyFrom(wire.duration(timeout))
     if priority is not None:
         try:

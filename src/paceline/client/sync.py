@@ -84,7 +84,7 @@ class Client:
     def __init__(self, address: str = "127.0.0.1:7070") -> None:
         self.address = address
         self._channel = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
-        self._router = convert.RouterStub(self._channel)
+        self._router: Any = convert.RouterStub(self._channel)
 
     def generate(
         self,
@@ -173,7 +173,8 @@ class Client:
             return bool(self._router.Abort(convert.abort_request(request_id), timeout=CALL_S).found)
 
     def close(self) -> None:
-        """Closes the channel, which cancels what is under way."""
+        """Closes the channel, which cancels what is under way. Any call after it raises InvalidRequest."""
+        self._router = convert.Closed()
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -184,10 +185,17 @@ class Client:
 
 
 def health(address: str, *, service: str = "", timeout: float = CALL_S) -> Health:
-    """What the health service at `host:port` says; WorkerLost or DeadlineExceeded where nobody answers."""
-    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel, _errors(address):
+    """What the health service at `host:port` says; WorkerLost or DeadlineExceeded where nobody answers.
+
+    InvalidRequest for a service that the server does not have, and for a timeout that is not positive.
+    """
+    convert.check_timeout(timeout)
+    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel:
         stub = convert.HealthStub(channel)
-        return convert.health_from_proto(stub.Check(convert.health_request(service), timeout=timeout))
+        try:
+            return convert.health_from_proto(stub.Check(convert.health_request(service), timeout=timeout))
+        except grpc.RpcError as error:
+            raise convert.health_failure(error, address, service) from error
 
 
 def worker_info(address: str, role: Role, *, timeout: float = CALL_S) -> ServerInfo:

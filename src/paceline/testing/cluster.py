@@ -35,6 +35,7 @@ from paceline.settings import settings_of
 
 READY_S: Final = 120.0
 IDLE_S: Final = 30.0
+DEATH_S: Final = 20.0
 _STOP_MARGIN_S: Final = 20.0
 _LOOK_EVERY_S: Final = 0.05
 _CALL_S: Final = 2.0
@@ -148,10 +149,17 @@ class Cluster:
         return dict(found)
 
     def kill(self, role: str, index: int = 0, part: Part = "front", number: signal.Signals = signal.SIGKILL) -> int:
-        """Sends a signal to one process of `router`, `prefill` or `decode`, and returns its id."""
+        """Sends a signal to one process of `router`, `prefill` or `decode`, and returns its id.
+
+        After SIGKILL that life of the role is over when this returns, so that `wait_ready` waits for the next one.
+        Raises ClusterFailed where the other part outlives it.
+        """
         name = ROUTER if role == ROUTER else f"{role}-{index}"
+        front = self._supervisor.pid(name)
         pid = self._pid(name, part)
         os.kill(pid, number)
+        if number == signal.SIGKILL:
+            self._wait(lambda: self._is_living(name, front), DEATH_S, "not dead")
         return pid
 
     def log(self, name: str | None = None) -> list[str]:
@@ -257,6 +265,9 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise self._failed(f"{what} after {timeout:g} s: {why}")
             time.sleep(_LOOK_EVERY_S)
+
+    def _is_living(self, name: str, front: int | None) -> str | None:
+        return f"{name} still lives as {front}" if self._supervisor.pid(name) == front else None
 
     def _not_ready(self) -> str | None:
         if health(self.address, timeout=_CALL_S) is not Health.SERVING:

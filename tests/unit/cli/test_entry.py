@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import json
 import os
 import pty
@@ -15,9 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from paceline import __version__, errors
 from paceline.cli import main
+from paceline.cli.entry import DEFAULT_ROUTER, parser
+from paceline.cli.look import look, render
+from paceline.cli.output import counted
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
 
@@ -99,6 +105,13 @@ def test_chat_sends_a_conversation(router: ScriptedRouter, capsys: pytest.Captur
     assert capsys.readouterr().out == "Hello world\n"
 
 
+def test_chat_refuses_to_say_nothing(router: ScriptedRouter) -> None:
+    process = start("chat")
+    assert process.communicate(timeout=WAIT_S) == (b"", b"error: message: it is empty\n")
+    assert process.returncode == 2
+    assert router.requests == []
+
+
 def test_chat_on_a_terminal_remembers_the_turns_until_it_is_reset(router: ScriptedRouter) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-P", "-m", "paceline.cli", "chat"]
@@ -134,9 +147,44 @@ def test_an_error_is_one_line_on_standard_error(
     assert capsys.readouterr() == ("", f"error: {error.message}\n")
 
 
+@pytest.mark.parametrize("text", ["Once", "Once\n"])
+def test_an_error_amid_an_answer_starts_on_a_new_line(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    def break_off(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        yield router_pb2.GenerateResponse(text=text, token_ids=[1])
+        yield router_pb2.GenerateResponse(token_ids=[2])
+        raise errors.WorkerLost("decode-0 died")
+
+    router.script = break_off
+    assert main(["generate", "Hi"]) == 1
+    assert capsys.readouterr() == ("Once\n", "error: decode-0 died\n")
+
+
 def test_a_router_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "Hi", "--router", "127.0.0.1:1"]) == 1
-    assert "error: no answer from 127.0.0.1:1" in capsys.readouterr().err
+    said = "error: no answer from 127.0.0.1:1: connection refused; is a router running there? (paceline up)\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nonsense", ""])
+def test_an_address_that_is_none_is_refused_before_anything_is_sent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    said = f"{address!r} is not host:port with a port from 1 to 65535\n"
+    assert main(["generate", "Hi", "--router", address]) == 2
+    assert capsys.readouterr().err == f"error: router: {said}"
+    assert main(["health", address]) == 2
+    assert capsys.readouterr().err == f"error: address: {said}"
+    if address:
+        monkeypatch.setenv("PACELINE_ROUTER", address)
+        assert main(["status"]) == 2
+        assert capsys.readouterr().err == f"error: router: {said}"
+
+
+def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ROUTER", "")
+    assert parser().parse_args(["status"]).router == DEFAULT_ROUTER
 
 
 @pytest.mark.parametrize(
@@ -149,6 +197,7 @@ def test_a_router_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
         (["health"], "HOST:PORT"),
+        (["status", "--watch", "--json"], "not allowed with"),
     ],
 )
 def test_a_wrong_command_line_is_explained_with_status_2(
@@ -197,6 +246,20 @@ def test_ctrl_c_ends_an_answer_with_130_and_cancels_it(router: ScriptedRouter) -
     assert router.cancelled.wait(WAIT_S)
 
 
+def test_ctrl_c_amid_the_imports_is_130_without_a_word() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'grpc': os.kill(os.getpid(), signal.SIGINT)\n"
+        "from paceline.cli import main\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.exit(main(['version']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
+
+
 def test_a_reader_that_goes_away_ends_the_command_quietly(router: ScriptedRouter) -> None:
     router.script = endless
     process = start("generate", "Hi")
@@ -236,6 +299,22 @@ def test_status_is_a_table_with_every_worker(router: ScriptedRouter) -> None:
     assert rows["decode-0"][4] == "11+12"
 
 
+@pytest.mark.parametrize("name", ["decode-0", "left"])
+def test_status_keeps_names_and_addresses_whole_in_80_columns(router: ScriptedRouter, name: str) -> None:
+    router.loads.workers.append(worker(name, common_pb2.ROLE_DECODE, address="127.0.0.1:54321"))
+    router.loads.workers[0].draining = True
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(render(asyncio.run(look(router.address)), 80))
+    *_, header, row = captured.get().splitlines()
+    role = ["role"] if name == "left" else []
+    assert header.split() == ["worker", *role, "address", "run", "wait", "used", "commit", "quar", "heard"]
+    assert row.startswith(f"{name} (draining)")
+    assert "127.0.0.1:54321" in row
+    assert row.endswith("0.3 s ")
+    assert "…" not in row
+
+
 def test_status_as_json_holds_the_same(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
     router.loads.workers.append(worker("decode-0", common_pb2.ROLE_DECODE, address=router.address))
     assert main(["status", "--json"]) == 0
@@ -257,8 +336,28 @@ def test_health_is_its_exit_status(router: ScriptedRouter, capsys: pytest.Captur
     assert capsys.readouterr().out == "serving\nnot serving\n"
 
 
+def test_health_of_an_unknown_service_or_in_no_time_is_refused(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", router.address, "--service", "tea"]) == 2
+    assert capsys.readouterr().err == f"error: service: 'tea' is none of the server at {router.address}\n"
+    assert main(["health", router.address, "--timeout", "0"]) == 2
+    assert capsys.readouterr().err == "error: timeout: 0 is not a positive number of seconds\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(f"paceline {__version__} ")
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(count, "block") for count in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]
+
+
+def test_version_is_a_flag_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"paceline {__version__} ")
 
 

@@ -232,3 +232,22 @@ async def test_an_async_router_that_is_not_there_is_a_lost_worker() -> None:
     async with AsyncClient("127.0.0.1:1") as nobody:
         with pytest.raises(errors.WorkerLost):
             await nobody.complete("Hi")
+
+
+def test_a_closed_client_refuses_calls(router: ScriptedRouter) -> None:
+    client = Client(router.address)
+    client.close()
+    client.close()
+    for call in (client.loads, lambda: client.generate("Hi")):
+        with pytest.raises(errors.InvalidRequest, match="closed"):
+            call()
+
+
+async def test_a_closed_async_client_refuses_calls(router: ScriptedRouter) -> None:
+    client = AsyncClient(router.address)
+    await client.close()
+    for call in (client.loads, client.health):
+        with pytest.raises(errors.InvalidRequest, match="closed"):
+            await call()
+    with pytest.raises(errors.InvalidRequest, match="closed"):
+        client.generate("Hi")
