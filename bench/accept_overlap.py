@@ -24,7 +24,7 @@ def run(report: Report) -> None:
     shape = read_config(resolve(settings.model, cache_dir=settings.cache_dir, offline=settings.offline))
     block_bytes = KvLayout.of(shape, dtype=settings.dtype).block_bytes
     prompt = [(7 * index) % 40_000 + 100 for index in range(PROMPT_TOKENS)]
-    flags = (f"--max-batch-tokens={CHUNK_TOKENS}",)
+    flags = (f"--max-batch-tokens={CHUNK_TOKENS}", "--no-prefix-cache")
     with Cluster(prefill=1, decode=1, flags=flags) as cluster, cluster.client() as client:
         client.complete([1, 2, 3], max_tokens=2, ignore_eos=True)
         before = [cluster.metrics(worker) for worker in WORKERS]

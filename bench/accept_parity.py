@@ -60,7 +60,7 @@ def run(report: Report) -> None:
     oracle = Reference(source)
     with ThreadPoolExecutor(1) as beside:
         expecting = beside.submit(oracle.answer_all, asked)
-        flags = ("--dtype=float32", "--threads=1")
+        flags = ("--dtype=float32", "--threads=1", "--no-prefix-cache")
         with Cluster(prefill=1, decode=1, flags=(*flags, "--transport=nixl")) as cluster, cluster.client() as client:
             check_apart(report, client)
             apart = ask_all(client, asked)

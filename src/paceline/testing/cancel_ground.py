@@ -70,6 +70,7 @@ class CancelGround:
             decode=1,
             model=f"dummy:{shape}",
             pool_blocks=2_048,
+            prefix_cache=False,  # equal prompts are to be computed each time
             max_batch_tokens=CHUNK_TOKENS,
             prefill_slots=SLOTS,
             local_prefill_below=LOCAL_BELOW,
