@@ -54,10 +54,10 @@ SHAPES: Final = (
 )
 
 
-def _common(shape: Shape) -> dict[str, Any]:
+def _common(shape: Shape, hidden_size: int = 48) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
+        "hidden_size": hidden_size,
         "intermediate_size": 96,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.kv_heads * shape.group,
@@ -66,7 +66,8 @@ def _common(shape: Shape) -> dict[str, Any]:
         "max_position_embeddings": CONTEXT_TOKENS,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": shape.tied,
-        "initializer_range": 0.15,
+        # Products of the order of 1: where they grow with the size, float32 itself is off by 1e-4 against float64.
+        "initializer_range": hidden_size**-0.5,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -95,8 +96,7 @@ def _mistral(shape: Shape) -> Any:
 
 def _qwen2(shape: Shape) -> Any:
     # Its heads always make up the hidden size; some of its layers may have a window.
-    sizes = {"hidden_size": shape.kv_heads * shape.group * shape.head_dim}
-    settings = _common(shape) | sizes
+    settings = _common(shape, shape.kv_heads * shape.group * shape.head_dim)
     del settings["head_dim"]
     return Qwen2ForCausalLM(
         Qwen2Config(**settings, use_sliding_window=shape.tied, sliding_window=shape.window, max_window_layers=1)
