@@ -146,7 +146,7 @@ def test_long_prompts_do_not_make_a_worker_unhealthy(cluster: Cluster) -> None:
     while any(thread.is_alive() for thread, _ in background):
         assert all(health(address, timeout=5.0) is Health.SERVING for address in addresses)
         probes += 1
-        time.sleep(0.1)
+        time.sleep(0.02)
     assert probes > 3
     assert all(isinstance(end, Completion) for _, ends in background for end in ends)
 

@@ -117,20 +117,23 @@ def _sampling(limits: Limits) -> Iterator[Case]:
         yield Case(f"stop_token_ids {token_id}", generate(ask(stop_token_ids=[token_id])), *bad, parts)
     yield Case("an empty stop string", generate(ask(stop=["x", ""])), *bad, ("stop", "index 1", "empty"))
     yield Case("100 stop strings", generate(ask(stop=["x"] * 100)), *bad, ("stop", "100", "16"))
-    unserved: dict[str, Any] = {
-        "n": 2,
-        "logprobs": 5,
-        "prompt_logprobs": 1,
-        "min_p": 0.5,
-        "min_tokens": 3,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -1.0,
-        "logit_bias": {10**9: 5.0},
+    out_of_range: dict[str, tuple[Any, ...]] = {
+        "n": (0, 10**6),
+        "best_of": (0, 10**6),
+        "logprobs": (21, 10**6),
+        "prompt_logprobs": (21,),
+        "min_p": (-0.5, 1.5, math.nan),
+        "min_tokens": (5, 10**9),
+        "repetition_penalty": (0.0, -1.0, math.inf),
+        "presence_penalty": (2.5, -math.inf),
+        "frequency_penalty": (-2.5, math.nan),
     }
-    for name, setting in unserved.items():
-        parts = (name, str(setting), "does not serve")
-        yield Case(f"{name} {setting}", generate(ask(**{name: setting})), "UNIMPLEMENTED", "UNSUPPORTED_FEATURE", parts)
+    for name, settings in out_of_range.items():
+        for setting in settings:
+            yield Case(f"{name} {setting}", generate(ask(**{name: setting})), *bad, (name, str(setting), "from"))
+    for token_id, bias in ((limits.vocab_size, 1.0), (10**9, 5.0), (3, math.nan), (3, 1e9)):
+        case = generate(ask(logit_bias={token_id: bias}))
+        yield Case(f"logit_bias {token_id}: {bias}", case, *bad, ("logit_bias", str(token_id)))
 
 
 def _fields(model: str) -> Iterator[Case]:
