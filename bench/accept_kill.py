@@ -73,8 +73,14 @@ class Kill:
 def run(report: Report) -> None:
     """Ten kills, one after the other, with the load on."""
     report.note("load average of the machine", load_average())
-    flags = ("--model=dummy:tiny", "--pool-blocks=512", "--max-batch-tokens=64", "--no-prefix-cache")
-    flags = (*flags, "--threads=1", "--max-deaths=50")
+    flags = (
+        "--model=dummy:tiny",
+        "--pool-blocks=512",
+        "--max-batch-tokens=64",
+        "--no-prefix-cache",  # equal prompts are to be computed each time
+        "--threads=1",
+        "--max-deaths=50",
+    )
     with Cluster(prefill=2, decode=2, flags=flags) as cluster:
         traffic = Traffic(cluster.router)
         kills = [kill(cluster, traffic, *each) for each in ROUNDS]
