@@ -57,6 +57,7 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
         tensors,
         num_blocks=config.pool_blocks,
         token_budget=config.max_batch_tokens,
+        max_requests=config.max_running,
         prefix_cache=config.prefix_cache,
         watermark=config.watermark,
     )

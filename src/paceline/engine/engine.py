@@ -70,14 +70,18 @@ class Engine:
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         prefix_cache: bool = True,
         watermark: float = 1.0,
+        max_requests: int | None = None,
     ) -> None:
-        """`watermark` is the share of the pool up to which new requests are admitted beside others."""
+        """A step has `token_budget` tokens and `max_requests` requests at most. `watermark` is the share of the pool up to which new requests are admitted beside others."""
         self.limits = Limits(vocab_size=config.vocab_size, context_tokens=config.context_tokens, pool_blocks=num_blocks)
         self.pool = BlockPool(num_blocks)
         self.runner = Runner(config, weights, num_blocks=num_blocks)
         self.stats = EngineStats()
         self._scheduler = Scheduler(
-            token_budget=token_budget, context_tokens=config.context_tokens, eos_token_ids=config.eos_token_ids
+            token_budget=token_budget,
+            max_requests=max_requests,
+            context_tokens=config.context_tokens,
+            eos_token_ids=config.eos_token_ids,
         )
         self._eos_token_ids = config.eos_token_ids
         self._held: dict[RequestId, BlockLease] = {}  # of requests that ended and were to hold

@@ -25,10 +25,19 @@ DEFAULT_TOKEN_BUDGET = 512
 class Scheduler:
     """Chooses batches, first come first served, and takes in what they sampled."""
 
-    def __init__(self, *, token_budget: int, context_tokens: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        *,
+        token_budget: int,
+        context_tokens: int,
+        eos_token_ids: Collection[int],
+        max_requests: int | None = None,
+    ) -> None:
+        """A batch has `token_budget` tokens at most, of `max_requests` requests at most."""
         if token_budget < 1:
             raise ValueError(f"a token budget of {token_budget} computes nothing")
         self.token_budget = token_budget
+        self.max_requests = token_budget if max_requests is None else max_requests
         self._context_tokens = context_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[RequestId, EngineRequest] = {}  # in order of service
@@ -98,13 +107,15 @@ class Scheduler:
         """The next step's chunks: first those one token short of sampling, then prompts in order, the last cut."""
         budget = self.token_budget
         short = [request for request in self._requests.values() if request.remaining == 1]
-        batch = [Chunk(request, request.computed, 1) for request in short[:budget]]
-        if len(short) > budget:
+        prompts = [request for request in self._requests.values() if request.remaining > 1]
+        # One place is a prompt's, however many decodes there are: they would never let it begin.
+        places = self.max_requests - (1 if prompts and self.max_requests > 1 else 0)
+        batch = [Chunk(request, request.computed, 1) for request in short[: min(budget, places)]]
+        if len(short) > len(batch):
             self._to_the_back(chunk.request for chunk in batch)
         budget -= len(batch)
-        prompts = [request for request in self._requests.values() if request.remaining > 1]
         for request in sorted(prompts, key=lambda request: request.rank):
-            if budget == 0:
+            if budget == 0 or len(batch) == self.max_requests:
                 break
             num_tokens = min(request.remaining, budget)
             batch.append(Chunk(request, request.computed, num_tokens))

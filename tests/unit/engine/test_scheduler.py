@@ -27,8 +27,8 @@ def request(
     )
 
 
-def scheduler(*requests: EngineRequest, budget: int = 16) -> Scheduler:
-    made = Scheduler(token_budget=budget, context_tokens=1_000, eos_token_ids=(EOS,))
+def scheduler(*requests: EngineRequest, budget: int = 16, most: int | None = None) -> Scheduler:
+    made = Scheduler(token_budget=budget, context_tokens=1_000, eos_token_ids=(EOS,), max_requests=most)
     for each in requests:
         made.add(each)
     return made
@@ -50,6 +50,26 @@ def test_an_idle_scheduler_has_an_empty_batch() -> None:
 def test_decodes_go_first_and_a_prompt_takes_what_is_left() -> None:
     made = scheduler(request("prompt", 40), request("decode", 3, output=1, computed=3))
     assert shape(made.next_batch()) == [("decode", 3, 1), ("prompt", 0, 15)]
+
+
+def test_no_more_requests_share_a_batch_than_may() -> None:
+    made = scheduler(*[request(f"p{number}", 2) for number in range(5)], most=3)
+    assert [chunk.request.request_id for chunk in made.next_batch()] == ["p0", "p1", "p2"]
+
+
+def test_decodes_past_the_limit_take_turns_and_leave_a_place_for_a_prompt() -> None:
+    decodes = [request(f"d{number}", 3, output=1, computed=3, max_tokens=100) for number in range(5)]
+    made = scheduler(*decodes, request("prompt", 40), most=3)
+    served = []
+    for _ in range(5):
+        batch = made.next_batch()
+        assert len(batch) == 3
+        assert batch[-1].request.request_id == "prompt"
+        served += [chunk.request.request_id for chunk in batch[:-1]]
+        made.commit(batch, Sampled([7] * sum(chunk.samples for chunk in batch)))
+        if "prompt" not in {each.request_id for each in made.requests if each.remaining > 1}:
+            break
+    assert set(served) >= {"d0", "d1", "d2", "d3"}
 
 
 def test_prompts_share_a_batch_in_order_of_arrival() -> None:
