@@ -72,7 +72,10 @@ class Engine:
         watermark: float = 1.0,
         max_requests: int | None = None,
     ) -> None:
-        """A step has `token_budget` tokens and `max_requests` requests at most. `watermark` is the share of the pool up to which new requests are admitted beside others."""
+        """A step has `token_budget` tokens and `max_requests` requests at most.
+
+        `watermark` is the share of the pool up to which new requests are admitted beside others.
+        """
         self.limits = Limits(vocab_size=config.vocab_size, context_tokens=config.context_tokens, pool_blocks=num_blocks)
         self.pool = BlockPool(num_blocks)
         self.runner = Runner(config, weights, num_blocks=num_blocks)
