@@ -20,6 +20,7 @@ from paceline import log, wire
 from paceline.config import PrefillConfig
 from paceline.errors import (
     DeadlineExceeded,
+    EngineLost,
     InvalidRequest,
     Overloaded,
     PacelineError,
@@ -83,6 +84,7 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         self._calls: dict[Attempt, _Call] = {}
         self._stops: dict[int, asyncio.Future[bool]] = {}
         self._call_ids = itertools.count(1)
+        self._engine_dead = False
         self._channels = PeerChannels()
         self._pairs = PairTests(self, self._channels)
 
@@ -103,11 +105,16 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         self.background(self._pairs.run(peer))
 
     def fail_all(self, error: PacelineError) -> None:
-        """Ends every call with the error."""
+        """Ends every call with the error. An engine that is dead has stopped: that answers whoever waits for it."""
         for call in self._calls.values():
             call.fail(error)
+        self._engine_dead = isinstance(error, EngineLost)
         for stop in self._stops.values():
-            if not stop.done():
+            if stop.done():
+                continue
+            if self._engine_dead:
+                stop.set_result(True)
+            else:
                 stop.set_exception(error)
 
     async def close(self) -> None:
@@ -336,6 +343,8 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         for known, call in self._calls.items():
             if known.reservation_id == attempt.reservation_id and attempt.number in (0, known.number):
                 call.fail(RequestCancelled(f"attempt {known} was aborted"))
+        if self._engine_dead:  # reaped: no write of this life can touch anything
+            return True
         call_id = next(self._call_ids)
         stop: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._stops[call_id] = stop

@@ -113,7 +113,10 @@ class RouterFace(router_pb2_grpc.RouterServicer):
         answers = choices if request.best is None else BestOf(choices, request.best)
 
         async def write(piece: Piece) -> None:
-            await context.write(piece_to_proto(request_id, piece))
+            try:
+                await context.write(piece_to_proto(request_id, piece))
+            except grpc.aio.BaseError as error:
+                raise RequestCancelled("the client is gone") from error
 
         relay = self._live[request_id] = Relay(request, answers, means, write, arrived=arrived)
         await relay.run()

@@ -195,8 +195,9 @@ class Leg:
         error = self._judged(error, self._decode)
         if isinstance(error, (Overloaded, *LOST)):
             self._fleet.failed(self._decode.key, error)
-            # Before `reserved` nothing but the first token is out, and any other place says the same one.
-            if not (self._reserved and self._delivered()):
+            # Before `reserved`, and where there is no room for the prompt, nothing but the first tokens is out, and any
+            # other place says the same ones.
+            if isinstance(error, Overloaded) or not (self._reserved and self._delivered()):
                 return Again(error=error, refused=isinstance(error, Overloaded))
         if isinstance(error, RequestCancelled):
             raise WorkerLost(f"decode worker {self._decode.key} cancelled the request: {error.message}") from error

@@ -142,7 +142,9 @@ class Relay:
     def _on_writer_done(self, writer: asyncio.Task[None]) -> None:
         """A writer that broke would leave the request waiting for it."""
         defect = None if writer.cancelled() else writer.exception()
-        if defect is not None:
+        if isinstance(defect, PacelineError):
+            self.interrupt(defect)
+        elif defect is not None:
             _log.warning("writing to the client failed", exc_info=defect)
             self.interrupt(EngineError(f"writing to the client failed: {type(defect).__name__}"))
 

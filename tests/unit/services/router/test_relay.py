@@ -297,6 +297,26 @@ async def test_a_refusal_after_prefills_first_token_is_placed_again_unseen(clust
     assert asking.text == "ab"
 
 
+async def test_a_prompt_that_lost_its_blocks_after_the_first_token_is_placed_again_unseen(cluster: Clusters) -> None:
+    """A prefill worker died after its reply, and the decode worker has no blocks left for another attempt."""
+    c = await cluster(decode=2)
+    asking = c.router.ask()
+    prefill, first = await c.prefill.next_call(), await _busy(c.decodes)
+    decode = await first.next_call()
+    await decode.reserve()
+    await prefill.reply(ids_of("a"))
+    assert (await asking.piece()).text == "a"
+    await decode.fail(Overloaded("no blocks for another attempt", retry_after_s=1.0))
+    prefill = await c.prefill.next_call()
+    decode = await next(each for each in c.decodes if each is not first).next_call()
+    await decode.reserve()
+    await prefill.reply(ids_of("a"))
+    await decode.tokens(0, ids_of("ab"))
+    await decode.finish()
+    await asking.finish()
+    assert asking.text == "ab"
+
+
 async def test_a_decode_worker_that_neither_reserves_nor_refuses_is_lost(
     cluster: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
