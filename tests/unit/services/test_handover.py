@@ -23,13 +23,6 @@ def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path)
 
 
-def hand_over(pair: Pair, name: str, prompt: list[int], sampling: SamplingParams) -> None:
-    pair.reserve(name, prompt, sampling)
-    pair.decode.round()
-    pair.start(name, prompt, sampling)
-    pair.claim(name)
-
-
 def alone(pair: Pair, prompt: list[int], sampling: SamplingParams) -> list[int]:
     """The answer of a decode worker that computes the whole prompt itself."""
     pair.reserve("alone", prompt, sampling, local=True, salt="alone")
@@ -41,7 +34,7 @@ def alone(pair: Pair, prompt: list[int], sampling: SamplingParams) -> list[int]:
 @pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 31, 32, 33, 100])
 def test_a_handed_over_prompt_gives_the_tokens_of_a_single_process(pair: Pair, num_prompt: int) -> None:
     prompt = PROMPT[:num_prompt]
-    hand_over(pair, "r", prompt, GREEDY)
+    pair.hand_over("r", prompt, GREEDY)
     pair.pump_until_idle()
     over = pair.over("r")
     [first] = pair.first_tokens()
@@ -56,13 +49,13 @@ def test_a_handed_over_prompt_gives_the_tokens_of_a_single_process(pair: Pair, n
 
 def test_a_seeded_answer_does_not_depend_on_where_the_prompt_was_computed(pair: Pair) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.9, seed=42, ignore_eos=True)
-    hand_over(pair, "r", PROMPT, sampling)
+    pair.hand_over("r", PROMPT, sampling)
     pair.pump_until_idle()
     assert pair.tokens("r") == alone(pair, PROMPT, sampling)
 
 
 def test_a_call_is_answered_before_the_step_that_follows_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.abort_prefill("nobody knows it")
     step, answered = pair.prefill.engine.step, []
 
@@ -106,7 +99,7 @@ def test_a_grant_that_comes_during_a_step_is_taken_in_before_its_end(
 
 
 def test_parts_arrive_while_later_chunks_are_to_be_computed(pair: Pair) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.pump_until_idle()
     [first] = pair.first_tokens()
     assert first.parts_before_last_chunk == 3  # 100 tokens in chunks of 32
@@ -134,7 +127,7 @@ def test_nothing_is_written_before_the_claim_is_granted(pair: Pair) -> None:
 
 def test_a_request_that_its_first_token_ends_never_lands(pair: Pair) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    hand_over(pair, "r", PROMPT, sampling)
+    pair.hand_over("r", PROMPT, sampling)
     pair.pump(20)
     [first] = pair.first_tokens()
     assert first.finish is FinishReason.LENGTH
@@ -146,7 +139,7 @@ def test_a_request_that_its_first_token_ends_never_lands(pair: Pair) -> None:
 
 @pytest.mark.parametrize("rounds", range(12))
 def test_a_cancel_after_any_number_of_rounds_brings_every_block_back(pair: Pair, rounds: int) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.pump(rounds)
     pair.cancel("r")
     pair.abort_prefill("r")
@@ -155,7 +148,7 @@ def test_a_cancel_after_any_number_of_rounds_brings_every_block_back(pair: Pair,
 
 
 def test_an_abort_is_answered_only_when_no_write_is_under_way(pair: Pair) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.hub.hold = True
     pair.pump(2)
     pair.abort_prefill("r")
@@ -171,7 +164,7 @@ def test_an_abort_is_answered_only_when_no_write_is_under_way(pair: Pair) -> Non
 
 
 def test_blocks_of_a_cancelled_request_stay_in_quarantine_until_the_writer_has_stopped(pair: Pair) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.hub.hold = True
     pair.pump(2)
     pair.cancel("r")
@@ -186,7 +179,7 @@ def test_blocks_of_a_cancelled_request_stay_in_quarantine_until_the_writer_has_s
 def test_a_late_write_never_touches_the_blocks_of_a_later_request(pair: Pair) -> None:
     """F29: the write of an aborted request is delayed, while another request wants the blocks."""
     expected = alone(pair, PROMPT[:50], GREEDY)
-    hand_over(pair, "a", PROMPT, GREEDY)
+    pair.hand_over("a", PROMPT, GREEDY)
     pair.hub.hold = True
     pair.pump(2)
     pair.cancel("a")
@@ -198,7 +191,7 @@ def test_a_late_write_never_touches_the_blocks_of_a_later_request(pair: Pair) ->
 
 
 def test_a_failed_write_is_told_and_a_second_attempt_lands(pair: Pair) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.hub.fail_next = 1
     pair.pump(3)
     [failed] = pair.take_prefill(PrefillFailed)
@@ -215,7 +208,7 @@ def test_a_failed_write_is_told_and_a_second_attempt_lands(pair: Pair) -> None:
 
 
 def test_a_request_retargeted_to_the_decode_worker_is_computed_there(pair: Pair) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.pump(2)
     pair.retarget("r", local=True)
     pair.pump_until_idle()
@@ -226,7 +219,7 @@ def test_a_request_retargeted_to_the_decode_worker_is_computed_there(pair: Pair)
 
 def test_both_sides_refuse_when_full_and_serve_on(tmp_path: Path) -> None:
     pair = Pair(tmp_path, prefill_blocks=8, decode_blocks=8)
-    hand_over(pair, "a", PROMPT, GREEDY)
+    pair.hand_over("a", PROMPT, GREEDY)
     pair.reserve("b", PROMPT, GREEDY)
     pair.start("b", PROMPT, GREEDY)
     pair.pump()
@@ -279,7 +272,7 @@ def test_many_requests_share_small_pools_and_each_ends_once(tmp_path: Path) -> N
         for name, prompt in list(waiting.items()):
             needed = -(-(len(prompt) + 7) // 16)
             if min(pair.prefill.load.headroom_blocks, pair.decode.load.headroom_blocks) >= needed:
-                hand_over(pair, name, prompt, GREEDY)
+                pair.hand_over(name, prompt, GREEDY)
                 del waiting[name]
         pair.pump()
         if not waiting and pair.idle:
@@ -301,7 +294,7 @@ def test_a_grant_for_another_prompt_fails_the_hand_off_and_the_engine_lives_on(p
     pair.cancel("r")
     pair.pump_until_idle()
     pair.take_decode(Over)
-    hand_over(pair, "s", PROMPT, GREEDY)
+    pair.hand_over("s", PROMPT, GREEDY)
     pair.pump_until_idle()
     assert len(pair.tokens("s")) == 8
 
@@ -320,7 +313,7 @@ def test_a_prompt_of_which_only_a_part_landed_is_never_run(pair: Pair) -> None:
 
 
 def test_blocks_of_a_given_up_attempt_are_not_counted_among_those_that_landed(pair: Pair) -> None:
-    hand_over(pair, "r", PROMPT, GREEDY)
+    pair.hand_over("r", PROMPT, GREEDY)
     pair.pump(3)
     pair.retarget("r")
     pair.decode.round()
@@ -343,16 +336,16 @@ def test_a_computed_prompt_that_nobody_claims_is_let_go(pair: Pair) -> None:
 
 
 def test_attempts_given_up_on_purpose_are_no_failed_writes(pair: Pair) -> None:
-    hand_over(pair, "a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0))
+    pair.hand_over("a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0))
     pair.pump(20)
     pair.cancel("a")
-    hand_over(pair, "b", PROMPT, GREEDY)
+    pair.hand_over("b", PROMPT, GREEDY)
     pair.pump(2)
     pair.cancel("b")
     pair.abort_prefill("b")
     pair.pump_until_idle()
     assert pair.prefill_activity("failed_writes") == 0
-    hand_over(pair, "c", PROMPT, GREEDY)
+    pair.hand_over("c", PROMPT, GREEDY)
     pair.hub.fail_next = 1
     pair.pump(3)
     pair.cancel("c")
