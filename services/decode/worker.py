@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
 from paceline.config import DecodeConfig
 from paceline.engine.block_pool import BlockLease
-from paceline.engine.finish import finish_reason
 from paceline.engine.request import Progress, StepOutput
 from paceline.errors import EngineError, NoWorker, Overloaded, PacelineError, TransferFailed
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.kvtransfer.transfer import PartNotification
 from paceline.log import get_logger
 from paceline.prefix import KvChange, root_hash
-from paceline.services.decode.choices import Choice, engine_id
+from paceline.services.decode.choices import Choice
 from paceline.services.decode.messages import (
     COMMANDS,
     CallRefused,
-    ChoiceOver,
     ClaimWrite,
     DecodeCommand,
     DecodeEvent,
@@ -35,7 +32,6 @@ from paceline.services.decode.messages import (
     EndRequest,
     GiveUpAttempt,
     MustRestart,
-    NewTokens,
     Over,
     QuarantineAlarm,
     Redirected,
@@ -64,8 +60,6 @@ from paceline.services.decode.reservation_events import (
     Claim,
     EndCause,
     Event,
-    Finished,
-    NonFinite,
     Part,
     Preempted,
     PromptComputed,
@@ -77,15 +71,14 @@ from paceline.services.decode.reservation_events import (
 )
 from paceline.services.decode.reservation_states import Patience, State
 from paceline.services.decode.reservations import Reservations
+from paceline.services.decode.running import RunningChoices
 from paceline.services.worker.host import Host
 from paceline.services.worker.loop import CommandLink, EngineLoop, main
 from paceline.services.worker.messages import Activity, Failure, Ping
 from paceline.types import (
     BLOCK_TOKENS,
     FinishReason,
-    RequestId,
     ReservationId,
-    TokenLogprob,
     WorkerLoad,
     blocks_to_admit,
     check_lengths,
@@ -104,8 +97,14 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         self._fingerprint = host.ready.fingerprint
         self._block_bytes = host.engine.runner.block_bytes
         self._requests: dict[ReservationId, LiveRequest] = {}
-        self._running: dict[RequestId, tuple[ReservationId, int]] = {}  # the choice that an engine request is
-        self._eos_token_ids = host.ready.eos_token_ids
+        self._choices = RunningChoices(
+            host.engine,
+            self._requests,
+            host.ready.eos_token_ids,
+            tell=self._tell_front,
+            feed=self._feed,
+            reject=self._reject,
+        )
         self._reservations: Reservations[BlockLease] = Reservations(
             pool_blocks=host.engine.pool.total,
             allocate=self._reserve_again,
@@ -162,7 +161,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             case EndRequest():
                 self._feed(Cancel(command.reservation_id, EndCause(command.cause)))
             case EndChoice():
-                self._end_choice(command)
+                self._choices.end_choice(command)
             case WriterStopped():
                 # What it sent may lie in buffers still: the blocks are free when the transport has drained them.
                 self.agent.drain(WriterTerminal(command.reservation_id, command.attempt, command.writer))
@@ -247,37 +246,18 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             self._feed(ended)
 
     def stepped(self, output: StepOutput) -> None:
-        """Passes new tokens on, and ends what the engine has ended."""
+        """Tells the reservations how far their requests have come, and passes on what the choices say."""
         for request_id in output.preempted:
-            reservation, _ = self._running[request_id]
+            reservation = self._choices.owner(request_id)
+            assert reservation is not None, "the engine preempts live requests only"
             record = self._reservations.get(reservation)
             if record is not None and record.state is not State.LOCAL:  # computed here before, and so again
                 self._feed(Preempted(reservation))
         for done in output.progress:
             # Whose sibling has failed in this very step is gone.
-            if (running := self._running.get(done.request_id)) is not None:
-                self._progressed(*running, done)
-
-    def _progressed(self, reservation: ReservationId, choice: int, done: Progress) -> None:
-        request = self._requests[reservation]
-        self._advance(reservation, request, done)
-        if done.error is not None:
-            if request.prompt_alone:
-                self.engine.release(done.request_id)
-            self._stopped(request, choice)
-            request.error = done.error
-            self._feed(NonFinite(reservation))
-        elif done.finishes:
-            self._stopped(request, choice)
-            lease = self.engine.take(done.request_id)
-            self._start(reservation, lease, done.token_ids, done.logprobs, done.prompt_logprobs)
-        else:
-            if done.token_ids:
-                self._tell_tokens(reservation, choice, done.token_ids, done.logprobs, done.prompt_logprobs)
-            if done.ended:
-                assert done.finish_reason is not None, "what is not cut has a reason"
-                self._stopped(request, choice)
-                self._choice_over(reservation, choice, done.finish_reason)
+            if (reservation := self._choices.owner(done.request_id)) is not None:
+                self._advance(reservation, self._requests[reservation], done)
+                self._choices.progressed(done)
 
     def expire(self, now: float) -> None:
         """The reservations' timers."""
@@ -319,136 +299,8 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             if done.computed >= len(request.prompt):
                 self._feed(PromptComputed(reservation))
 
-    def _tell_tokens(
-        self,
-        reservation: ReservationId,
-        choice: int,
-        ids: Sequence[int],
-        logprobs: tuple[TokenLogprob, ...],
-        prompt_logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        answer = self._requests[reservation].choices[choice]
-        self.events.append(
-            NewTokens(
-                reservation_id=reservation,
-                ids=list(ids),
-                index=answer.told,
-                choice=choice,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-            )
-        )
-        answer.told += len(ids)
-
-    # Choices
-
-    def _run(
-        self,
-        reservation: ReservationId,
-        choice: int,
-        lease: BlockLease,
-        *,
-        computed: int = 0,
-        output: Sequence[int] = (),
-        fanout: int = 1,
-    ) -> None:
-        """Gives a choice, or with `fanout` the prompt of all of them, to the engine. Raises as `Engine.add` does."""
-        request = self._requests[reservation]
-        request_id = engine_id(reservation, choice, request.sampling.n)
-        self.engine.add(
-            request_id,
-            request.prompt,
-            request.sampling,
-            lease=lease,
-            computed=computed,
-            output=output,
-            priority=request.priority,
-            root=request.root,
-            choice=choice,
-            hold=fanout > 1,
-            stop_after=1 if fanout > 1 else None,
-            fanout=fanout,
-            counts=not request.counted,
-        )
-        request.counted = True
-        request.choices[choice].running = request_id
-        self._running[request_id] = (reservation, choice)
-
-    def _start(
-        self,
-        reservation: ReservationId,
-        lease: BlockLease,
-        first_tokens: Sequence[int],
-        logprobs: tuple[TokenLogprob, ...],
-        prompt_logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        """The prompt of several choices is computed, and their first tokens are known: those that go on share it."""
-        request = self._requests[reservation]
-        num_prompt = len(request.prompt)
-        if len(first_tokens) != len(request.choices):
-            error = EngineError(f"{len(first_tokens)} first tokens came for {len(request.choices)} choices")
-            self._reject(reservation, lease, error)
-            return
-        ends = [self._first_ends(request, token_id) for token_id in first_tokens]
-        live = [c for c, end in enumerate(ends) if end is None and request.choices[c].finish is None]
-        forks = {choice: self.engine.fork(lease, num_prompt) for choice in live[1:]}
-        for choice in live:
-            fork = forks.get(choice, lease)
-            output = first_tokens[choice : choice + 1]
-            self._run(reservation, choice, fork, computed=num_prompt if fork.blocks else 0, output=output)
-        if not live:
-            lease.release()
-        for choice, token_id in enumerate(first_tokens):
-            if request.choices[choice].finish is None:
-                of_choice = logprobs[choice : choice + 1]
-                self._tell_tokens(reservation, choice, (token_id,), of_choice, prompt_logprobs if choice == 0 else ())
-        for choice, end in enumerate(ends):
-            if end is not None and request.choices[choice].finish is None:
-                self._choice_over(reservation, choice, end)
-
-    def _first_ends(self, request: LiveRequest, token_id: int) -> FinishReason | None:
-        return finish_reason(
-            token_id,
-            num_prompt=len(request.prompt),
-            num_output=1,
-            sampling=request.sampling,
-            eos_token_ids=self._eos_token_ids,
-            context_tokens=self.engine.limits.context_tokens,
-        )
-
-    def _stopped(self, request: LiveRequest, choice: int) -> None:
-        """The engine does not know the choice any more."""
-        running, request.choices[choice].running = request.choices[choice].running, None
-        if running is not None:
-            del self._running[running]
-
-    def _choice_over(self, reservation: ReservationId, choice: int, finish: FinishReason) -> None:
-        request = self._requests[reservation]
-        answer = request.choices[choice]
-        answer.finish = finish
-        if len(request.choices) > 1:
-            self.events.append(
-                ChoiceOver(reservation_id=reservation, choice=choice, finish=finish, completion_tokens=answer.told)
-            )
-        if all(each.finish is not None for each in request.choices):
-            request.finish = finish
-            self._feed(Finished(reservation))
-
-    def _end_choice(self, command: EndChoice) -> None:
-        request = self._requests.get(command.reservation_id)
-        if request is None or command.choice >= len(request.choices):
-            return
-        answer = request.choices[command.choice]
-        others = any(each.finish is None for each in request.choices if each is not answer)
-        if answer.finish is not None or not others:
-            return  # the last one ends with its request
-        if answer.running is not None:
-            if request.prompt_alone:  # it runs under the first one's name
-                answer.finish = FinishReason.CANCELLED
-                return
-            self.engine.abort(answer.running)
-            self._stopped(request, command.choice)
-        self._choice_over(command.reservation_id, command.choice, FinishReason.CANCELLED)
+    def _tell_front(self, event: DecodeEvent) -> None:
+        self.events.append(event)  # the list is another one after each report
 
     # Actions
 
@@ -531,15 +383,15 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         lease = request.joined(land.blocks)
         if request.sampling.n > 1:
-            self._start(land.reservation, lease, land.first_tokens, land.first_logprobs)
+            self._choices.start(land.reservation, lease, land.first_tokens, land.first_logprobs)
             return
         try:
-            self._run(land.reservation, 0, lease, computed=len(request.prompt), output=land.first_tokens)
+            self._choices.run(land.reservation, 0, lease, computed=len(request.prompt), output=land.first_tokens)
         except EngineError as error:
             # The prefill worker sent what cannot be: no first token, or one that ends the request.
             self._reject(land.reservation, lease, error)
             return
-        self._tell_tokens(land.reservation, 0, land.first_tokens, land.first_logprobs)
+        self._choices.tell_tokens(land.reservation, 0, land.first_tokens, land.first_logprobs)
 
     def _prefill_here(self, start: StartLocalPrefill[BlockLease]) -> None:
         if not self._may_prefill:
@@ -547,7 +399,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         request = self._requests[start.reservation]
         request.local = True
-        self._run(start.reservation, 0, request.joined(start.blocks), fanout=request.sampling.n)
+        self._choices.run(start.reservation, 0, request.joined(start.blocks), fanout=request.sampling.n)
 
     def _reject(self, reservation: ReservationId, blocks: BlockLease, error: PacelineError) -> None:
         blocks.release()
@@ -556,12 +408,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def _end(self, end: End) -> None:
         request = self._requests.pop(end.reservation)
-        for choice, answer in enumerate(request.choices):
-            if answer.running is not None:
-                self.engine.abort(answer.running)
-                if request.prompt_alone:
-                    self.engine.release(answer.running)
-                self._stopped(request, choice)
+        self._choices.abort(request)
         if request.lease is not None:
             request.lease.release()
         error = request.error or end.error
