@@ -36,6 +36,9 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 POLL_S: Final = 200e-6
 """Longest time between two polls while a write is under way or awaited."""
 
+DEVICE_POLL_S: Final = 50e-6
+"""Time between two looks at a step that the device computes, when there is nothing to launch beside it."""
+
 Command = TypeVar("Command")
 Event = TypeVar("Event", bound=msgspec.Struct)
 Inbound = TypeVar("Inbound")
@@ -69,6 +72,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         self._link = link
         self._during_step: list[AgentEvents] = []
         self._deferred: list[Command | Ping] = []  # came during a step, and wait for its end
+        self._device_busy = False  # the last step had nothing to do but to wait
         self._reported: object = None
         self._pinged = False
 
@@ -144,13 +148,14 @@ class EngineLoop(ABC, Generic[Command, Event]):
     def _step(self) -> Activity:
         before = replace(self.engine.stats)
         self.before_step()
-        began = time.perf_counter()
         output = self.engine.step(tick=self._tick)
-        seconds = time.perf_counter() - began
+        self._device_busy = self.engine.in_flight and not output.progress
+        if not output.progress and not output.preempted:
+            return IDLE
         self.stepped(output)
         stats = self.engine.stats
         return Activity(
-            step_seconds=seconds if output.progress else 0.0,
+            step_seconds=output.seconds,
             batch_requests=len(output.progress),
             prompt_tokens=stats.prompt_tokens_computed - before.prompt_tokens_computed,
             generated_tokens=stats.output_tokens - before.output_tokens,
@@ -199,8 +204,10 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def _sleep(self) -> bool:
         """Waits for the next thing to do; True when the front is gone."""
-        if self.engine.has_work or self._deferred:
+        if self._deferred or (self.engine.has_work and not self._device_busy):
             timeout: float | None = 0.0
+        elif self.engine.in_flight:
+            timeout = DEVICE_POLL_S
         elif self.agent.busy or self.awaiting:
             timeout = POLL_S
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline import kernels
-from paceline.engine.request import Chunk
+from paceline.engine.request import Chunk, EngineRequest
 from paceline.engine.scoring import Scoring
 from paceline.types import BLOCK_TOKENS
 
@@ -28,10 +28,15 @@ class Batch:
     opened_blocks: Tensor  # [blocks] that the step begins and doesn't fill
 
 
-def build_batch(chunks: Sequence[Chunk], pool: Tensor, windows: Collection[int | None] = (None,)) -> Batch:
+def build_batch(
+    chunks: Sequence[Chunk],
+    pool: Tensor,
+    windows: Collection[int | None] = (None,),
+    latest: Mapping[EngineRequest, int] | None = None,
+) -> Batch:
     """Flattens `chunks`, whose leases hold the blocks up to each chunk's end, for the pool of this shape and device.
 
-    `windows` are those that the model's layers have.
+    `windows` are those that the model's layers have; `latest` has the tokens that requests do not know yet.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -41,6 +46,9 @@ def build_batch(chunks: Sequence[Chunk], pool: Tensor, windows: Collection[int |
     for chunk in chunks:
         blocks = chunk.request.lease.blocks
         token_ids += chunk.request.tokens[chunk.start : chunk.end]
+        if len(token_ids) < len(positions) + chunk.num_tokens:
+            assert latest is not None, f"{chunk.request.request_id} waits for its last token"
+            token_ids.append(latest[chunk.request])
         positions += range(chunk.start, chunk.end)
         slots += [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(chunk.start, chunk.end)]
         if chunk.samples:

@@ -5,6 +5,10 @@ it in chunks and samples, and at its end the blocks are freed, unless it holds t
 prefill adds with `hold` and `stop_after=1` and sends the blocks that each step reports as computed; decode adds with
 `computed` where KV has landed.
 
+On a device that computes beside the host, a step is launched before the one before it has told what it sampled: the
+result comes a step later. Blocks that a step in flight may write to are not given away, and a step that wants somebody
+preempted waits for the one in flight.
+
 A full block becomes findable once a step that read it gave finite logits, and so never over tokens that are not final.
 Where a step finds no block, a request is preempted: it waits, and is computed again from what is still found of it.
 
@@ -14,15 +18,16 @@ Single-threaded: one loop calls everything.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.block_pool import BlockLease, BlockPool
 from paceline.engine.logits import Shaping
 from paceline.engine.memory import Memory
 from paceline.engine.request import Chunk, EngineRequest, Progress, StepOutput
-from paceline.engine.runner import Runner
+from paceline.engine.runner import Runner, RunningStep, StepRunner
 from paceline.engine.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
 from paceline.engine.weights import Weights
 from paceline.errors import EngineError
@@ -58,6 +63,20 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and whose result nobody has looked at."""
+
+    chunks: list[Chunk]
+    step: RunningStep
+    launched_at: float
+
+    @property
+    def goes_alone(self) -> bool:
+        """True where the next step can't be planned before its result: a draw hangs on the tokens before it."""
+        return any(chunk.request.shaping is not None for chunk in self.chunks)
+
+
 class Engine:
     """Continuous batching over a paged KV pool of `num_blocks` blocks."""
 
@@ -71,14 +90,17 @@ class Engine:
         prefix_cache: bool = True,
         watermark: float = 1.0,
         max_requests: int | None = None,
+        runner: StepRunner | None = None,
     ) -> None:
-        """A step has `token_budget` tokens and `max_requests` requests at most.
+        """`runner` has a pool of `num_blocks` blocks; by default one that computes steps as they are launched.
+
+        A step has `token_budget` tokens and `max_requests` requests at most.
 
         `watermark` is the share of the pool up to which new requests are admitted beside others.
         """
         self.limits = Limits(vocab_size=config.vocab_size, context_tokens=config.context_tokens, pool_blocks=num_blocks)
         self.pool = BlockPool(num_blocks)
-        self.runner = Runner(config, weights, num_blocks=num_blocks)
+        self.runner: StepRunner = Runner(config, weights, num_blocks=num_blocks) if runner is None else runner
         self.stats = EngineStats()
         self._scheduler = Scheduler(
             token_budget=token_budget,
@@ -87,13 +109,21 @@ class Engine:
             eos_token_ids=config.eos_token_ids,
         )
         self._eos_token_ids = config.eos_token_ids
-        self._held: dict[RequestId, BlockLease] = {}  # of requests that ended and were to hold
+        self._held: dict[RequestId, EngineRequest] = {}  # that ended and hold their blocks
+        self._flights: deque[_Flight] = deque()
+        self._leaving: set[EngineRequest] = set()  # that ended, and whose blocks a step in flight may write to
+        self._retired_at = 0.0
         self._memory = Memory(self.pool, self._scheduler, watermark=watermark, caching=prefix_cache)
 
     @property
     def has_work(self) -> bool:
         """True while a step would compute something. Where nothing fits, that is not before blocks come back."""
-        return len(self._scheduler) > 0 and not self._memory.stuck
+        return bool(self._flights) or (len(self._scheduler) > 0 and not self._memory.stuck)
+
+    @property
+    def in_flight(self) -> bool:
+        """True while the device computes: `step` has little to do before it is done."""
+        return bool(self._flights)
 
     @property
     def load(self) -> WorkerLoad:
@@ -206,14 +236,19 @@ class Engine:
 
         Raises `EngineError` if there is none, or it still runs.
         """
-        self.take(request_id).release()
+        self._let_go(self._take(request_id))
 
     def take(self, request_id: RequestId) -> BlockLease:
         """The blocks of a request that ended and holds them, for the caller to release. Raises as `release` does."""
-        lease = self._held.pop(request_id, None)
-        if lease is None:
+        request = self._take(request_id)
+        assert not request.ahead, "who is aborted releases what it holds"
+        return request.lease
+
+    def _take(self, request_id: RequestId) -> EngineRequest:
+        request = self._held.pop(request_id, None)
+        if request is None:
             raise EngineError(f"request {request_id} holds no blocks past its end")
-        return lease
+        return request
 
     def fork(self, lease: BlockLease, num_tokens: int) -> BlockLease:
         """Another lease on the KV of the first `num_tokens` tokens in `lease`.
@@ -231,22 +266,55 @@ class Engine:
         return forked
 
     def step(self, tick: Callable[[], None] = _nothing) -> StepOutput:
-        """Computes the next batch; `tick` is called between layers, so that transfers go on during a long step."""
+        """Computes the next batch, or launches it and tells what the one before it did.
+
+        `tick` is called between layers, or while the device is waited for, so that transfers go on during a long step.
+        Where the device computes and there is nothing to launch beside it, returns at once with nothing.
+        """
+        retired = None
+        if self._flights and self._flights[0].goes_alone:
+            retired = self._retire(tick)
         self._memory.resume()
         self._memory.look_again()
-        batch, preempted = self._memory.make_room(self._scheduler.next_batch())
+        batch = self._scheduler.next_batch()
+        if self._flights and not self._memory.has_room(batch):
+            retired = self._retire(tick)
+            batch = self._scheduler.next_batch()
+        batch, preempted = self._memory.make_room(batch)
         self.stats.preemptions = self._memory.preemptions
-        if not batch:
-            return StepOutput(preempted=preempted)
+        if batch:
+            self._launch(batch, tick)
+        if retired is None and self._flights:
+            due = len(self._flights) > self.runner.depth if batch else self._flights[0].step.done
+            retired = self._retire(tick) if due else None
+        return StepOutput(preempted=preempted) if retired is None else replace(retired, preempted=preempted)
+
+    def _launch(self, batch: list[Chunk], tick: Callable[[], None]) -> None:
         began = time.perf_counter()
-        known = [chunk.request.reached for chunk in batch]
-        sampled = self.runner.run(batch, tick)
-        progress = self._scheduler.commit(batch, sampled)
-        for chunk, reached, done in zip(batch, known, progress, strict=True):
+        step = self.runner.launch(batch, tick)
+        self._scheduler.launch(batch)
+        self._flights.append(_Flight(batch, step, began))
+
+    def _retire(self, tick: Callable[[], None]) -> StepOutput:
+        """Takes in the result of the step that was launched first, waiting for it with ticks."""
+        flight = self._flights.popleft()
+        while not flight.step.done:
+            tick()
+        live = [chunk for chunk in flight.chunks if not chunk.request.ended]
+        known = [chunk.request.reached for chunk in live]
+        progress = self._scheduler.commit(flight.chunks, flight.step.result())
+        for chunk, reached, done in zip(live, known, progress, strict=True):
             self._account(chunk, reached, done)
+        for chunk in flight.chunks:
+            if not chunk.request.ahead and chunk.request in self._leaving:
+                self._leaving.remove(chunk.request)
+                chunk.request.lease.release()
+        now = time.perf_counter()
+        seconds = now - max(flight.launched_at, self._retired_at)
+        self._retired_at = now
         self.stats.steps += 1
-        self.stats.step_seconds += time.perf_counter() - began
-        return StepOutput(progress, sum(chunk.num_tokens for chunk in batch), preempted)
+        self.stats.step_seconds += seconds
+        return StepOutput(progress, sum(chunk.num_tokens for chunk in live), seconds=seconds)
 
     def _account(self, chunk: Chunk, reached: int, done: Progress) -> None:
         """`reached` is how far the request had ever come before the step."""
@@ -269,7 +337,14 @@ class Engine:
 
     def _end(self, request: EngineRequest) -> None:
         if request.hold:
-            self._held[request.request_id] = request.lease
+            self._held[request.request_id] = request
+        else:
+            self._let_go(request)
+
+    def _let_go(self, request: EngineRequest) -> None:
+        """Frees the blocks, now or when no step in flight writes to them: a peer's write may come into them next."""
+        if request.ahead:
+            self._leaving.add(request)
         else:
             request.lease.release()
 

@@ -70,7 +70,7 @@ class Memory:
         """Lets prompts that wait to be computed have what became findable since they came."""
         for request in self._scheduler.requests:
             shared, most = request.lease.shared, (request.num_prompt - 1) // BLOCK_TOKENS
-            if request.root is None or request.begun or shared >= most:
+            if request.root is None or request.begun or request.ahead or shared >= most:
                 continue
             if not request.hashes:
                 request.hashes = block_hashes(request.tokens, request.root, stop=most)
@@ -79,8 +79,16 @@ class Memory:
                 request.begin(request.lease)
                 request.cached_tokens = request.reached = request.computed
 
+    def has_room(self, batch: list[Chunk]) -> bool:
+        """True where there are blocks for all of the batch's tokens, and nobody has to give any up."""
+        missing = sum(max(0, blocks_for(chunk.end) - len(chunk.request.lease)) for chunk in batch)
+        return missing <= self._pool.free
+
     def make_room(self, batch: list[Chunk]) -> tuple[list[Chunk], tuple[RequestId, ...]]:
-        """The chunks that have blocks for all of their tokens now, and who was preempted so that they have."""
+        """The chunks that have blocks for all of their tokens now, and who was preempted so that they have.
+
+        Without room, no step may be in flight: whoever is preempted loses blocks that it would write to.
+        """
         self._stalled = False
         preempted: list[RequestId] = []
         without: set[EngineRequest] = set()

@@ -18,9 +18,10 @@ class EngineRequest:
 
     ::
 
-        0 <= computed <= target = len(tokens)      num_prompt <= len(tokens)
+        0 <= computed <= scheduled = computed + ahead <= target = len(tokens) + pending      num_prompt <= len(tokens)
 
-    `computed` counts the tokens whose KV is stored; the step in which it reaches `target` samples the next token.
+    `computed` counts the tokens whose KV is stored; the step in which it reaches `target` samples the next token. Steps
+    in flight will have stored `ahead` more, and will have sampled `pending` tokens that nobody knows yet.
     """
 
     request_id: RequestId
@@ -43,16 +44,30 @@ class EngineRequest:
     fanout: int = 1  # choices whose first tokens its prompt's end gives; over 1 only where it ends with them
     shaping: Shaping | None = None  # what it asks of its logits
     scores: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on; None: not asked for
+    ahead: int = 0  # tokens that the steps in flight compute
+    pending: int = 0  # tokens that they sample
+    ended: bool = False  # finished, failed or aborted; what steps in flight still do for it means nothing
 
     @property
     def target(self) -> int:
         """Tokens whose KV must be stored before the next token can be sampled."""
-        return len(self.tokens)
+        return len(self.tokens) + self.pending
+
+    @property
+    def scheduled(self) -> int:
+        """Tokens whose KV is stored, or will be by the steps in flight."""
+        return self.computed + self.ahead
 
     @property
     def remaining(self) -> int:
-        """Tokens still to compute before the next can be sampled; 1 while decoding."""
-        return len(self.tokens) - self.computed
+        """Tokens still to schedule before the next can be sampled; 1 while decoding."""
+        return self.target - self.scheduled
+
+    @property
+    def outputs_allowed(self) -> int:
+        """Output tokens with which it ends at the latest, but for the context's end."""
+        most = self.sampling.max_tokens
+        return most if self.stop_after is None else min(most, self.stop_after)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -72,8 +87,7 @@ class EngineRequest:
     @property
     def stored_at_end(self) -> int:
         """Tokens whose KV is stored at its end, at most. The last sampled token's never is."""
-        outputs = self.sampling.max_tokens
-        return self.num_prompt + (outputs if self.stop_after is None else min(outputs, self.stop_after)) - 1
+        return self.num_prompt + self.outputs_allowed - 1
 
     @property
     def growth(self) -> int:
@@ -81,7 +95,8 @@ class EngineRequest:
         return max(0, blocks_for(self.stored_at_end) - len(self.lease))
 
     def lose_blocks(self) -> None:
-        """Gives them back. What it has sampled, and told, stays; all else is computed again."""
+        """Gives them back, with no step in flight. What it has sampled, and told, stays; all else is computed again."""
+        assert not self.ahead, f"{self.request_id} is being computed"
         self.lease.release()
         self.computed = 0
         self.scores = None if self.scores is None or self.num_output else []
@@ -105,16 +120,28 @@ class Chunk:
     request: EngineRequest
     start: int
     num_tokens: int
+    samples: bool = field(init=False)  # it reaches the request's last token as planned, and so yields the next
+
+    def __post_init__(self) -> None:
+        # Kept, since the target moves on while the step is in flight.
+        object.__setattr__(self, "samples", self.end == self.request.target)
 
     @property
     def end(self) -> int:
         """Tokens stored once the step is done."""
         return self.start + self.num_tokens
 
-    @property
-    def samples(self) -> bool:
-        """True when the chunk reaches the request's last token, and so yields the next."""
-        return self.end == len(self.request.tokens)
+    def launched(self) -> None:
+        """The step that it is a part of is in flight."""
+        self.request.ahead += self.num_tokens
+        self.request.pending += self.samples
+
+    def retired(self) -> None:
+        """The step is over: its KV is stored, and the token that it sampled is for the caller to append."""
+        self.request.ahead -= self.num_tokens
+        self.request.pending -= self.samples
+        self.request.computed = self.end
+        self.request.reached = max(self.request.reached, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +178,4 @@ class StepOutput:
     progress: list[Progress] = field(default_factory=list)
     num_tokens: int = 0  # computed in this step
     preempted: tuple[RequestId, ...] = ()  # lost their blocks before it; they come back by themselves
+    seconds: float = 0.0  # for which nothing but it was awaited

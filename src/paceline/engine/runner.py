@@ -3,30 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from paceline import kernels
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine import sampler
-from paceline.engine.batch import build_batch
+from paceline.engine.batch import Batch, build_batch
 from paceline.engine.models import create
-from paceline.engine.request import Chunk, Sampled
+from paceline.engine.request import Chunk, EngineRequest, Sampled
 from paceline.engine.weights import Weights
 from paceline.types import BLOCK_TOKENS
 
 
-class Runner:
-    """The model over one KV pool, which is allocated here once and never moves.
+class RunningStep(Protocol):
+    """A step that the device computes."""
 
-    `pool` is `[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`, contiguous, in the weights' dtype and on
-    their device.
+    @property
+    def done(self) -> bool:
+        """True when `result` would not wait."""
+
+    def result(self) -> Sampled:
+        """What it sampled; waits for the device where it is not done."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was computed as it was launched."""
+
+    sampled: Sampled
+
+    @property
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> Sampled:
+        """What it sampled."""
+        return self.sampled
+
+
+class StepRunner(Protocol):
+    """What the engine needs of whatever computes its steps. Steps are computed in the order of their launches."""
+
+    pool: Tensor
+    depth: int
+    """Steps that may be in flight when another is launched: 1 where a device computes beside the host, else 0."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers and heads: a contiguous piece of the pool."""
+
+    def launch(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
+        """Starts the chunks, whose leases reach to their ends, and sampling for those that complete their requests.
+
+        A chunk's last token may be one that a step in flight samples. `tick` is called between layers, where the step
+        is computed at once.
+        """
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies a block, all layers and heads, within the pool, behind the steps in flight."""
+
+
+class Runner:
+    """Computes each step as it is launched, on the weights' device, over one KV pool.
+
+    `pool` is `[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`, contiguous, in the weights' dtype; it is
+    allocated here once and never moves. A `depth` of 1 keeps results back by a step, as a GPU does: for tests.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, num_blocks: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, *, num_blocks: int, depth: int = 0) -> None:
         self.model = create(config, weights)
+        self.depth = depth
         self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
+        self._latest: dict[EngineRequest, int] = {}  # what the last step sampled, which may be pending
         self.pool = torch.zeros(
             (num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim),
             dtype=weights.embed.dtype,
@@ -35,27 +88,38 @@ class Runner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers and heads: a contiguous piece of the pool."""
+        """As `StepRunner.block_bytes`."""
         return self.pool[0].numel() * self.pool.element_size()
+
+    def launch(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
+        """As `StepRunner.launch`."""
+        return FinishedStep(self.run(chunks, tick))
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> Sampled:
-        """Computes the chunks, whose leases reach to their ends, and samples for those that complete their requests."""
-        batch = build_batch(chunks, self.pool, self._windows)
+        """Computes the chunks, and samples for those that complete their requests."""
+        batch = build_batch(chunks, self.pool, self._windows, self._latest)
         if batch.opened_blocks.numel():
             # A block that starts out partly filled is read whole, with the rest masked. Masking hides any number but
             # NaN, and the block's last owner may have left some: its failure must not become ours.
             self.pool.index_fill_(0, batch.opened_blocks, 0.0)
-        logits = self.model.forward(batch, self.pool, tick)
-        requests = [chunk.request for chunk in chunks if chunk.samples]
-        if any(request.fanout > 1 for request in requests):
-            fanouts = torch.tensor([request.fanout for request in requests], device=logits.device)
+        sampled = self._sample(self.model.forward(batch, self.pool, tick), batch, chunks)
+        if self.depth:
+            entries = iter(sampled.token_ids)
+            sampling = [chunk.request for chunk in chunks if chunk.samples]
+            self._latest = {request: [next(entries) for _ in range(request.fanout)][-1] for request in sampling}
+        return sampled
+
+    def _sample(self, logits: Tensor, batch: Batch, chunks: Sequence[Chunk]) -> Sampled:
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        if any(chunk.request.fanout > 1 for chunk in sampling):
+            fanouts = torch.tensor([chunk.request.fanout for chunk in sampling], device=logits.device)
             logits = logits.repeat_interleave(fanouts, dim=0)
-        points = [point for request in requests for point in sampler.draw_points(request)]
+        points = [point for chunk in sampling for point in sampler.draw_points(chunk)]
         return replace(sampler.sample(logits, points), scores=tuple(batch.scoring.found()))
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a block, all layers and heads, within the pool."""
+        """As `StepRunner.copy_block`."""
         device = self.pool.device
         kernels.copy_blocks(self.pool, torch.tensor([source], device=device), torch.tensor([target], device=device))

@@ -17,7 +17,7 @@ from paceline import kernels
 from paceline.engine.logits import Shaping, shape
 from paceline.engine.logprobs import token_logprobs
 from paceline.engine.narrow_draw import WIDTHS, narrow_draw
-from paceline.engine.request import EngineRequest, Sampled
+from paceline.engine.request import Chunk, Sampled
 from paceline.types import SamplingParams
 
 
@@ -31,12 +31,13 @@ class DrawPoint:
     shaping: Shaping | None = None  # caught up with the tokens before it
 
 
-def draw_points(request: EngineRequest) -> list[DrawPoint]:
-    """Where the request samples next: a point for each choice that it fans out to."""
+def draw_points(chunk: Chunk) -> list[DrawPoint]:
+    """Where a chunk that samples does: a point for each choice that its request fans out to."""
+    request = chunk.request
     if request.shaping is not None:
         request.shaping.catch_up(request.tokens)
     choices = range(request.choice, request.choice + request.fanout)
-    return [DrawPoint(request.sampling, request.target, choice, request.shaping) for choice in choices]
+    return [DrawPoint(request.sampling, chunk.end, choice, request.shaping) for choice in choices]
 
 
 def sample(logits: Tensor, points: Sequence[DrawPoint]) -> Sampled:

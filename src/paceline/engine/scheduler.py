@@ -82,13 +82,15 @@ class Scheduler:
         self.changes += 1
 
     def remove(self, request_id: RequestId) -> EngineRequest | None:
-        """Gives a request up, or None if it is not here."""
+        """Gives a request up, or None if it is not here. What steps in flight do for it means nothing any more."""
         self.changes += 1
         request = self._requests.pop(request_id, None)
         if request is None:
             request = next((each for each in self._preempted if each.request_id == request_id), None)
             if request is not None:
                 self._preempted.remove(request)
+        if request is not None:
+            request.ended = True
         return request
 
     def preempt(self, request: EngineRequest) -> None:
@@ -106,11 +108,12 @@ class Scheduler:
     def next_batch(self) -> list[Chunk]:
         """The next step's chunks: first those one token short of sampling, then prompts in order, the last cut."""
         budget = self.token_budget
-        short = [request for request in self._requests.values() if request.remaining == 1]
-        prompts = [request for request in self._requests.values() if request.remaining > 1]
+        able = [request for request in self._requests.values() if self._goes_on(request)]
+        short = [request for request in able if request.remaining == 1]
+        prompts = [request for request in able if request.remaining > 1]
         # One place is a prompt's, however many decodes there are: they would never let it begin.
         places = self.max_requests - (1 if prompts and self.max_requests > 1 else 0)
-        batch = [Chunk(request, request.computed, 1) for request in short[: min(budget, places)]]
+        batch = [Chunk(request, request.scheduled, 1) for request in short[: min(budget, places)]]
         if len(short) > len(batch):
             self._to_the_back(chunk.request for chunk in batch)
         budget -= len(batch)
@@ -118,27 +121,36 @@ class Scheduler:
             if budget == 0 or len(batch) == self.max_requests:
                 break
             num_tokens = min(request.remaining, budget)
-            batch.append(Chunk(request, request.computed, num_tokens))
+            batch.append(Chunk(request, request.scheduled, num_tokens))
             budget -= num_tokens
         return batch
 
-    def commit(self, batch: list[Chunk], sampled: Sampled) -> list[Progress]:
-        """Enters a step's result: moves `computed`, appends tokens, and drops the requests that ended."""
+    def launch(self, batch: Sequence[Chunk]) -> None:
+        """Notes that a step computes the batch, until `commit`."""
+        for chunk in batch:
+            chunk.launched()
+
+    def commit(self, batch: Sequence[Chunk], sampled: Sampled) -> list[Progress]:
+        """Enters a launched step's result: moves `computed`, appends tokens, and drops the requests that ended.
+
+        Of requests that ended while the step was in flight nothing is reported.
+        """
         progress: list[Progress] = []
         entry = 0
         for index, score in sampled.scores:
             if (scores := batch[index].request.scores) is not None:
                 scores.append(score)
         for chunk in batch:
-            samples = chunk.samples
-            chunk.request.computed = chunk.end
-            chunk.request.reached = max(chunk.request.reached, chunk.end)
-            if not samples:
+            chunk.retired()
+            first, entry = entry, entry + (chunk.request.fanout if chunk.samples else 0)
+            if chunk.request.ended:
+                continue
+            if not chunk.samples:
                 progress.append(Progress(chunk.request.request_id, (), chunk.end, ended=False))
                 continue
-            done = self._fail(chunk) if entry in sampled.bad else self._append(chunk, sampled, entry)
-            entry += chunk.request.fanout
+            done = self._fail(chunk) if first in sampled.bad else self._append(chunk, sampled, first)
             if done.ended:
+                chunk.request.ended = True
                 del self._requests[done.request_id]
                 self.changes += 1
             progress.append(done)
@@ -147,6 +159,17 @@ class Scheduler:
     def finish_reason(self, request: EngineRequest) -> FinishReason | None:
         """Why the request is over with its latest output token, or None."""
         return self._reason(request, request.tokens[-1], num_output=request.num_output)
+
+    def _goes_on(self, request: EngineRequest) -> bool:
+        """True where there is something to compute that no token in flight can make useless for certain.
+
+        One that shapes its logits must know the tokens before the one to draw.
+        """
+        if not request.pending:
+            return request.remaining > 0
+        outputs = request.num_output + request.pending
+        ends = outputs >= request.outputs_allowed or request.num_prompt + outputs >= self._context_tokens
+        return not ends and request.shaping is None and request.remaining > 0
 
     def _reason(self, request: EngineRequest, token_id: int, *, num_output: int) -> FinishReason | None:
         return finish_reason(
@@ -195,7 +218,7 @@ class Scheduler:
     def _fail(self, chunk: Chunk) -> Progress:
         request = chunk.request
         error = NumericalError(
-            f"the logits at position {request.target} of request {request.request_id} are NaN or infinite"
+            f"the logits at position {chunk.end} of request {request.request_id} are NaN or infinite"
         )
         return Progress(request.request_id, (), chunk.end, True, FinishReason.ERROR, error)
 

@@ -211,6 +211,7 @@ def test_nobody_starves_and_every_request_ends_with_its_own_tokens(
         assert first is None or first.request_id not in preempted or scheduler.running == 0
         assert batch or not len(scheduler), "something always fits where nobody else holds blocks"
         tokens_of = [sum(chunk.request.tokens) % 50 for chunk in batch if chunk.samples]
+        scheduler.launch(batch)
         for chunk, done in zip(batch, scheduler.commit(batch, Sampled(tokens_of)), strict=True):
             if done.token_ids:
                 memory.publish(chunk.request)

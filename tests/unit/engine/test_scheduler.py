@@ -40,6 +40,7 @@ def shape(batch: list[Chunk]) -> list[tuple[str, int, int]]:
 
 def step(made: Scheduler, token_id: int = 7) -> list[Progress]:
     batch = made.next_batch()
+    made.launch(batch)
     return made.commit(batch, Sampled([token_id] * sum(chunk.samples for chunk in batch)))
 
 
@@ -66,6 +67,7 @@ def test_decodes_past_the_limit_take_turns_and_leave_a_place_for_a_prompt() -> N
         assert len(batch) == 3
         assert batch[-1].request.request_id == "prompt"
         served += [chunk.request.request_id for chunk in batch[:-1]]
+        made.launch(batch)
         made.commit(batch, Sampled([7] * sum(chunk.samples for chunk in batch)))
         if "prompt" not in {each.request_id for each in made.requests if each.remaining > 1}:
             break
@@ -83,6 +85,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_in_the_last() -> None:
     for _ in range(3):
         batch = made.next_batch()
         seen.append((shape(batch), batch[0].samples))
+        made.launch(batch)
         made.commit(batch, Sampled([7] if batch[0].samples else []))
     assert seen == [([("a", 0, 16)], False), ([("a", 16, 16)], False), ([("a", 32, 8)], True)]
     assert shape(made.next_batch()) == [("a", 40, 1)]
@@ -130,7 +133,8 @@ def test_a_first_token_that_ends_the_request_is_known_to_the_policy_that_cuts_it
 
 def test_a_bad_row_fails_its_own_request_alone() -> None:
     made = scheduler(request("good", 2), request("bad", 2), request("other", 2))
-    good, bad, other = made.commit(made.next_batch(), Sampled([7, 8, 9], bad=frozenset({1})))
+    made.launch(batch := made.next_batch())
+    good, bad, other = made.commit(batch, Sampled([7, 8, 9], bad=frozenset({1})))
     assert (good.token_ids, other.token_ids) == ((7,), (9,))
     assert (bad.token_ids, bad.ended, bad.finish_reason) == ((), True, FinishReason.ERROR)
     assert isinstance(bad.error, NumericalError)
@@ -139,7 +143,8 @@ def test_a_bad_row_fails_its_own_request_alone() -> None:
 
 def test_sampled_tokens_go_to_the_chunks_that_sample() -> None:
     made = scheduler(request("short", 4), request("long", 40))
-    short, long = made.commit(made.next_batch(), Sampled([7]))
+    made.launch(batch := made.next_batch())
+    short, long = made.commit(batch, Sampled([7]))
     assert (short.token_ids, long.token_ids, long.computed) == ((7,), (), 12)
 
 
@@ -157,6 +162,7 @@ def test_every_request_ends_with_all_its_tokens_and_no_step_exceeds_the_budget(
         batch = made.next_batch()
         assert 0 < sum(chunk.num_tokens for chunk in batch) <= budget
         assert len({chunk.request.request_id for chunk in batch}) == len(batch)
+        made.launch(batch)
         made.commit(batch, Sampled([7] * sum(chunk.samples for chunk in batch)))
         if not len(made):
             break
