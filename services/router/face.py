@@ -15,7 +15,7 @@ from paceline.log import bound
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
 from paceline.services.router.answer import Answer, ChoiceEnd, Piece, Summary
 from paceline.services.router.best_of import BestOf
-from paceline.services.router.choices import Choices
+from paceline.services.router.choices import Answers, Choices
 from paceline.services.router.enrolment import peer_to_proto, read_key, read_worker, worker_to_proto
 from paceline.services.router.prompt import PromptReader, Request, read_request_id
 from paceline.services.router.reading import Reading
@@ -109,8 +109,10 @@ class RouterFace(router_pb2_grpc.RouterServicer):
             return Answer(text, stop=request.stop, silent_ids=silent_ids, min_tokens=sampling.min_tokens)
 
         scored = sampling.prompt_logprobs is not None and len(request.prompt) > 1
-        choices = Choices(answer, count=sampling.n, scored_prompt=scored)
-        answers = choices if request.best is None else BestOf(choices, request.best)
+
+        def answers() -> Answers:
+            choices = Choices(answer, count=sampling.n, scored_prompt=scored)
+            return choices if request.best is None else BestOf(choices, request.best)
 
         async def write(piece: Piece) -> None:
             try:

@@ -7,7 +7,7 @@ after another:
              tokens            on to the client, each index once, whoever said it first
              retargeted        it gave the attempt up itself: a prefill worker gets the next one, or it computes alone
              finish            the end
-             fails             before its `reserved`, or the first token: again elsewhere; later: the client is told
+             fails             before its `reserved`, or anything is sent: again elsewhere; later: the client is told
     prefill  replies           its tokens go on at once: the first token never waits for the decode worker
              fails             the decode worker is asked to re-target, to another prefill worker once, else to itself
     retarget attempt/local/already landed
@@ -89,6 +89,7 @@ class Leg:
         deliver: Callable[[NewTokens | ChoiceFinished], Heard],
         delivered: Callable[[], bool],
     ) -> None:
+        """`delivered` is true once something of the answer was sent to the client."""
         self._job = job
         self._ask = ask
         self._fleet = fleet

@@ -6,7 +6,7 @@ The life of a request, in the router:
 2. `admission`: it takes a ticket. Where its turn comes and `placement` finds room, it holds claims on a decode and a
    prefill worker; until then it waits, at most the queue's patience and its own deadline.
 3. `leg`: both workers are called at once under a fresh reservation id. A worker that refuses sends the request back to
-   where it stood in the line; one that is lost before the client has anything, once.
+   where it stood in the line; one that is lost before the client was sent anything, once.
 4. Tokens pass through `answer`, which merges them by index and makes text of them, into `outbox`, which writes them.
 5. The last piece carries the summary. However it ends, both calls are cancelled and both claims are given back.
 
@@ -74,15 +74,19 @@ class Relay:
     def __init__(
         self,
         request: Request,
-        answer: Answers,
+        make_answers: Callable[[], Answers],
         means: Means,
         write: Callable[[Piece], Awaitable[None]],
         *,
         arrived: float,
     ) -> None:
-        """`arrived` is when the request came, on the loop's clock."""
+        """`make_answers` gives the answers anew for each try whose words nobody has seen; `arrived` is when the request
+        came, on the loop's clock.
+        """
         self._request = request
-        self._answer = answer
+        self._make_answers = make_answers
+        self._answer = make_answers()
+        self._sent = False  # something of the answer is on its way to the client
         self._means = means
         self._arrived = arrived
         self._ask = Ask(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
@@ -210,6 +214,8 @@ class Relay:
         if placed.local_reason is not None:
             self._means.fleet.count_fallback(placed.local_reason.value)
         self._record = Record()
+        if not self._sent:
+            self._answer = self._make_answers()
         leg = Leg(
             self._job(),
             self._ask,
@@ -217,7 +223,7 @@ class Relay:
             fleet=self._means.fleet,
             record=self._record,
             deliver=self._deliver,
-            delivered=lambda: self._answer.num_tokens > 0,
+            delivered=lambda: self._sent,
         )
         with metrics.active.track_inprogress():
             return await leg.run()
@@ -250,6 +256,7 @@ class Relay:
         for piece in pieces:
             if piece.token_ids:
                 self._observe(piece)
+            self._sent = True
             self._outbox.put(piece)
         return heard
 

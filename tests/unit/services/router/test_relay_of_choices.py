@@ -85,6 +85,31 @@ async def test_the_best_choice_alone_is_answered_when_all_have_ended() -> None:
         assert not any(piece.logprobs for piece in asking.pieces)
 
 
+async def test_the_best_choice_is_sought_again_where_its_decode_worker_dies_midway() -> None:
+    """Nothing has left by then, and nothing of the first try is in the answer: the second one's words may differ."""
+    async with scripted_decode("d0") as first, scripted_decode("d1") as second, router_bench() as router:
+        await router.register(first)
+        asking = router.ask(best_of=2)
+        stream = await first.next_call()
+        await stream.reserve()
+        await stream.tokens(0, ids_of("abc"), logprobs=[-0.1, -0.1, -0.1])
+        await stream.tokens(0, ids_of("xy"), choice=1, logprobs=[-3.0, -3.0])
+        await stream.finish_choice(0)
+        await router.register(second)
+        await first.die()
+        again = await second.next_call()
+        await again.reserve()
+        await again.tokens(0, ids_of("q"), logprobs=[-2.0])
+        await again.tokens(0, ids_of("z"), choice=1, logprobs=[-1.0])
+        for choice in (0, 1):
+            await again.finish_choice(choice)
+        await again.finish()
+        assert await whole(asking, 1) == {0: "z"}
+        finish = finish_of(asking, 0)
+        assert finish.usage.completion_tokens == 2
+        assert finish.decode_worker.worker_id == "d1"
+
+
 async def test_an_answer_that_ends_before_its_prompts_log_probabilities_came_waits_for_them() -> None:
     async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
         await router.register(prefill, decode)
