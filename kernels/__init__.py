@@ -22,6 +22,8 @@ geglu = dispatched(reference.geglu, "activation")
 linear = dispatched(reference.linear, "skinny_linear")
 rope_and_store = dispatched(reference.rope_and_store, "cache")
 copy_blocks = dispatched(reference.copy_blocks, "cache")
+expand_tokens = dispatched(reference.expand_tokens, "step")
+expand_requests = dispatched(reference.expand_requests, "step")
 sample = dispatched(reference.sample, "sampling")
 
 
@@ -63,6 +65,8 @@ __all__ = [
     "attention",
     "backend_for",
     "copy_blocks",
+    "expand_requests",
+    "expand_tokens",
     "forced",
     "geglu",
     "linear",

@@ -147,7 +147,7 @@ def _join(
 
 
 def decode_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, scale: float, out: Tensor) -> None:
-    """Attention of the requests with at most FEW_QUERIES tokens, into their rows of `out` [tokens, heads * head_dim].
+    """Attention of the requests with at most `plan.few` tokens, into their rows of `out` [tokens, heads * head_dim].
 
     `scale` is that of `paceline.kernels.attention`, times log2(e).
     """

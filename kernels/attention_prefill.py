@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.kernels.attention_tile import fold_tile, load_queries, tile_shape
 from paceline.kernels.launch import INTERPRETED, launch, narrow, power_of_two, upcast
-from paceline.kernels.paged_plan import FEW_QUERIES, PagedPlan
+from paceline.kernels.paged_plan import PagedPlan
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _prefill(
 
 
 def prefill_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, scale: float, out: Tensor) -> None:
-    """Attention of the requests with more than FEW_QUERIES tokens, into their rows of `out` [tokens, heads * head_dim].
+    """Attention of the requests with more than `plan.few` tokens, into their rows of `out` [tokens, heads * head_dim].
 
     `scale` is that of `paceline.kernels.attention`, times log2(e).
     """
@@ -158,7 +158,7 @@ def prefill_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, sc
         plan.window or 0,
         scale,
         GROUP=group,
-        FEW=FEW_QUERIES,
+        FEW=plan.few,
         QUERIES=queries,
         ROWS=shape.rows,
         KEYS=shape.keys,

@@ -27,15 +27,19 @@ class PagedPlan:
     contexts: Tensor  # int32 [requests], tokens that are stored, the step's own among them
     tables: Tensor  # int32 [requests, blocks]
     window: int | None  # tokens that a token sees, itself among them
-    few: int  # the most tokens of a request with at most FEW_QUERIES; 0: none has so few
+    few: int  # requests with at most so many tokens are the decode kernel's, FEW_QUERIES at most; 0: none is
     prefills: bool  # some request has more
     splits: int  # programs that share a decode's context
 
 
 def count_splits(requests: int, kv_heads: int, longest: int) -> int:
-    """Programs to share each context among: enough to fill a GPU, none with less than SPLIT_TOKENS."""
+    """Programs to share each context among: enough to fill a GPU, none with less than SPLIT_TOKENS.
+
+    A power of two, since each number is a kernel to compile.
+    """
     enough = -(-_ENOUGH_PROGRAMS // max(1, requests * kv_heads))
-    return max(1, min(enough, -(-longest // SPLIT_TOKENS), _MOST_SPLITS))
+    most = max(1, min(enough, -(-longest // SPLIT_TOKENS), _MOST_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 def plan_pages(

@@ -12,6 +12,7 @@ from paceline.kernels.reference.cache import copy_blocks, rope_and_store, rope_t
 from paceline.kernels.reference.linear import linear
 from paceline.kernels.reference.norm import add_rms_norm, qk_norm, rms_norm
 from paceline.kernels.reference.sampling import GOLDEN, exponential_noise, mix64, sample, sampling_keys
+from paceline.kernels.reference.step import expand_requests, expand_tokens
 
 __all__ = [
     "GOLDEN",
@@ -19,6 +20,8 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "copy_blocks",
+    "expand_requests",
+    "expand_tokens",
     "exponential_noise",
     "geglu",
     "linear",

@@ -6,14 +6,18 @@ The engine knows no network and the agent knows no requests; what joins them is 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import torch
 
 from paceline.checkpoint import reader, source
 from paceline.config import WorkerConfig
-from paceline.engine import weights
+from paceline.checkpoint.model_config import ModelConfig
+from paceline.engine import device, weights
 from paceline.engine.engine import Engine, EngineStats
 from paceline.errors import ConfigError
 from paceline.kvtransfer import transports
@@ -27,6 +31,10 @@ from paceline.types import RequestId, SamplingParams, WorkerKey
 
 _log = get_logger(__name__)
 
+CPU_POOL_BLOCKS: Final = 1024
+"""Blocks of a pool in host memory, unless asked for otherwise."""
+_TELL_S: Final = 3.0
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -39,8 +47,8 @@ class Host:
 
 def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None = None) -> Host:
     """Loads the model and warms it up. Raises a StartupError that says what to change. `hub` is for tests."""
-    if config.device != "cpu":
-        raise ConfigError(f"device: {config.device!r} is not served by this version, which computes on cpu")
+    compute_device = device.open_device(config.compute_device)
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if config.on_gpu else "float32"
     checkpoint = source.resolve(config.model, cache_dir=config.cache_dir, offline=config.offline)
     shape = reader.read_config(checkpoint)
     if config.context_tokens is not None:
@@ -49,21 +57,25 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
                 f"context_tokens: {config.context_tokens} is over the {shape.context_tokens} tokens of {config.model}"
             )
         shape = msgspec.structs.replace(shape, context_tokens=config.context_tokens)
+    device.check_weights_fit(shape, getattr(torch, dtype), compute_device)
     tensors = weights.load(
-        checkpoint, shape, dtype=getattr(torch, config.dtype), device=torch.device(config.device), seed=config.seed
-    )
-    engine = Engine(
+        checkpoint,
         shape,
-        tensors,
-        num_blocks=config.pool_blocks,
-        token_budget=config.max_batch_tokens,
-        max_requests=config.max_running,
-        prefix_cache=config.prefix_cache,
-        watermark=config.watermark,
+        dtype=getattr(torch, dtype),
+        device=compute_device,
+        seed=config.seed,
+        progress=_told_now_and_then("weights loaded"),
     )
+    engine = _engine(config, shape, tensors)
     pool = engine.runner.pool
-    layout = KvLayout.of(shape, dtype=config.dtype)
-    region = Region(pool.data_ptr(), config.pool_blocks, layout.block_bytes)
+    layout = KvLayout.of(shape, dtype=dtype)
+    region = Region(
+        pool.data_ptr(),
+        engine.pool.total,
+        layout.block_bytes,
+        device="cuda" if config.on_gpu else "cpu",
+        device_index=compute_device.index or 0,
+    )
     [group] = layout.groups
     fingerprint = Fingerprint.of(
         group, model=checkpoint.name, weights_digest=reader.digest(checkpoint, seed=config.seed)
@@ -84,6 +96,44 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
             transport=chosen.name,
         ),
     )
+
+
+def _engine(config: WorkerConfig, shape: ModelConfig, tensors: weights.Weights) -> Engine:
+    runner, num_blocks = None, config.pool_blocks or CPU_POOL_BLOCKS
+    if config.on_gpu:
+        runner = device.create_runner(
+            shape,
+            tensors,
+            num_blocks=config.pool_blocks,
+            token_budget=config.step_tokens,
+            max_requests=config.max_running,
+            fraction=config.memory_fraction,
+            progress=_told_now_and_then("graphs captured"),
+        )
+        num_blocks = runner.pool.shape[0]
+    return Engine(
+        shape,
+        tensors,
+        num_blocks=num_blocks,
+        token_budget=config.step_tokens,
+        max_requests=config.max_running,
+        prefix_cache=config.prefix_cache,
+        watermark=config.watermark,
+        runner=runner,
+    )
+
+
+def _told_now_and_then(event: str) -> Callable[[int, int], None]:
+    """Logs progress, at most every few seconds."""
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _TELL_S:
+            last = time.monotonic()
+            _log.info(event, done=done, total=total)
+
+    return tell
 
 
 def use_threads(config: WorkerConfig) -> None:

@@ -137,16 +137,32 @@ class RouterConfig(CommonConfig, frozen=True, kw_only=True):
 class EngineConfig(CommonConfig, frozen=True, kw_only=True):
     """What every engine has, whichever the tier."""
 
-    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Number format of weights and KV")] = "float32"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Number format of weights and KV; auto: bfloat16 on a GPU, float32 on a CPU"),
+    ] = "auto"
     device: Annotated[str, Meta(description="cpu, or cuda:N for GPU N", pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
-    pool_blocks: Annotated[int, Meta(description="KV blocks in the pool, of 16 tokens each", ge=2)] = 1024
+    cuda_index: Annotated[
+        Annotated[int, Meta(ge=0)] | None, Meta(description="GPU to compute on; short for --device cuda:N")
+    ] = None
+    pool_blocks: Annotated[
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="KV blocks in the pool, of 16 tokens each; none: 1024, on a GPU what memory_fraction leaves"),
+    ] = None
+    memory_fraction: Annotated[
+        float, Meta(description="Share of the GPU's memory for weights, work and the KV pool together", gt=0, le=1)
+    ] = 0.9
     context_tokens: Annotated[
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="Longest prompt + answer, in tokens; none: the model's own"),
     ] = None
     max_batch_tokens: Annotated[
-        int, Meta(description="Token budget of one step; a longer prompt is computed in chunks", ge=16)
-    ] = 512
+        Annotated[int, Meta(ge=16)] | None,
+        Meta(
+            description="Token budget of one step; a longer prompt is computed in chunks; none: 512, "
+            "and 1024 where a GPU only prefills"
+        ),
+    ] = None
     prefix_cache: Annotated[bool, Meta(description="Keep the KV of full blocks to be found by later prompts")] = True
     max_running: Annotated[int, Meta(description="Requests in one batch at most", ge=1)] = 64
     max_waiting: Annotated[int, Meta(description="Requests accepted beyond the batch before refusing", ge=0)] = 256
@@ -190,8 +206,26 @@ class WorkerConfig(EngineConfig, frozen=True, kw_only=True):
         """Raises ConfigError for an address that is not host:port."""
         for address in self.router:
             parse_address("router", address)
+        if self.cuda_index is not None and self.device not in ("cpu", f"cuda:{self.cuda_index}"):
+            raise ConfigError(f"cuda_index: {self.cuda_index} contradicts the device {self.device}")
         if self.advertise is not None:
             parse_address("advertise", self.advertise)
+
+    @property
+    def compute_device(self) -> str:
+        """`cpu` or `cuda:N`, whichever setting says so."""
+        return self.device if self.cuda_index is None else f"cuda:{self.cuda_index}"
+
+    @property
+    def on_gpu(self) -> bool:
+        """True where a GPU computes."""
+        return self.compute_device != "cpu"
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_batch_tokens`, or what suits the tier: alone on a GPU, prompts need no more to fill it."""
+        prefills = isinstance(self, PrefillConfig) and self.on_gpu
+        return self.max_batch_tokens or (1024 if prefills else 512)
 
 
 class PrefillConfig(WorkerConfig, frozen=True, kw_only=True):
@@ -246,6 +280,14 @@ class UpConfig(EngineConfig, frozen=True, kw_only=True):
         int,
         Meta(description="Port of the first decode worker, the next ones follow; 0 takes free ones", ge=0, le=65471),
     ] = 0
+    prefill_devices: Annotated[
+        tuple[str, ...],
+        Meta(description="Devices of the prefill workers, in turn; none given: device for all", max_length=64),
+    ] = ()
+    decode_devices: Annotated[
+        tuple[str, ...],
+        Meta(description="Devices of the decode workers, in turn; none given: device for all", max_length=64),
+    ] = ()
     local_prefill: Annotated[
         Literal["auto", "always", "never"],
         Meta(description="Whether decode workers compute prompts; see paceline decode"),

@@ -64,9 +64,16 @@ def make_plan(config: UpConfig, sources: Sources, *, parent: int) -> Plan:
         own: dict[str, object] = {"port": ports[name], "run_dir": run_dir}
         own["metrics_port"] = config.metrics_port + index if config.metrics_port else config.metrics_port
         if name != ROUTER:
-            own |= {"worker_id": name, "router": (address,), "threads": threads}
+            own |= {"worker_id": name, "router": (address,), "threads": threads, **_device(config, name)}
         roles.append(_spec(name, config, own, sources, parent))
     return Plan(address=address, roles=tuple(roles))
+
+
+def _device(config: UpConfig, name: str) -> dict[str, object]:
+    """The worker's own device, where the devices of its tier are listed: they take turns."""
+    role, _, index = name.partition("-")
+    devices: tuple[str, ...] = getattr(config, f"{role}_devices")
+    return {"device": devices[int(index) % len(devices)]} if devices else {}
 
 
 def _spec(name: str, config: UpConfig, own: Mapping[str, object], sources: Sources, parent: int) -> RoleSpec:

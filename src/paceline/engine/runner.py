@@ -79,12 +79,15 @@ class Runner:
         self.model = create(config, weights)
         self.depth = depth
         self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
-        self._latest: dict[EngineRequest, int] = {}  # what the last step sampled, which may be pending
+        self._known: dict[EngineRequest, int] = {}  # what the last step sampled: its request may not know it yet
         self.pool = torch.zeros(
-            (num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim),
-            dtype=weights.embed.dtype,
-            device=weights.embed.device,
+            self.pool_shape(config, num_blocks), dtype=weights.embed.dtype, device=weights.embed.device
         )
+
+    @staticmethod
+    def pool_shape(config: ModelConfig, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """`[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`."""
+        return (num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -98,7 +101,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> Sampled:
         """Computes the chunks, and samples for those that complete their requests."""
-        batch = build_batch(chunks, self.pool, self._windows, self._latest)
+        batch = build_batch(chunks, self.pool, self._windows, self._known)
         if batch.opened_blocks.numel():
             # A block that starts out partly filled is read whole, with the rest masked. Masking hides any number but
             # NaN, and the block's last owner may have left some: its failure must not become ours.
@@ -107,7 +110,7 @@ class Runner:
         if self.depth:
             entries = iter(sampled.token_ids)
             sampling = [chunk.request for chunk in chunks if chunk.samples]
-            self._latest = {request: [next(entries) for _ in range(request.fanout)][-1] for request in sampling}
+            self._known = {request: [next(entries) for _ in range(request.fanout)][-1] for request in sampling}
         return sampled
 
     def _sample(self, logits: Tensor, batch: Batch, chunks: Sequence[Chunk]) -> Sampled:

@@ -11,7 +11,7 @@ import torch
 from paceline.checkpoint import HostTensor, ModelConfig, Source, SourceKind, Tensors, open_tensors
 from paceline.errors import CheckpointError, quote
 
-DTYPES: Final = (torch.float32, torch.bfloat16)
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all) after each."""
@@ -89,6 +89,11 @@ def load(
             if progress is not None:
                 progress(index + 1, len(slots))
     return weights
+
+
+def nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that the weights of a model of this shape take."""
+    return _allocate(config, dtype, torch.device("meta")).nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,285 @@
+"""Steps on a GPU: captured graphs over padded shapes, one small upload before, one small download after.
+
+The life of a step here: `Slots` gives each request its place on the device, and what its block table has gained is
+sent there; a few numbers a request are packed into pinned memory and copied over; the graph of the step's shape lays
+them out, runs the model and leaves logits; sampling follows in stream order; the tokens stay on the device, where the
+next step finds them, and are copied to pinned memory, where the host finds them once the step's event has come.
+
+A step that asks for more than tokens (log-probabilities, penalties, several choices) is computed as on a CPU: at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline import kernels
+from paceline.checkpoint.model_config import ModelConfig
+from paceline.engine.batch import Batch
+from paceline.engine.request import Chunk, Sampled
+from paceline.engine.runner import Runner, RunningStep
+from paceline.engine.scoring import Scoring
+from paceline.engine.slots import Slots
+from paceline.engine.step_inputs import Staging, StepInputs, pack
+from paceline.engine.step_shape import StepShape, StepShapes
+from paceline.engine.weights import Weights
+from paceline.kernels.paged_plan import PagedPlan, count_splits
+from paceline.types import blocks_for
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step in flight. Its tokens are in `results` when `event` has come."""
+
+    chunks: Sequence[Chunk]
+    results: Tensor  # int64 [requests], pinned: a token, or -1 for unusable logits
+    event: torch.cuda.Event | None  # None: computed already
+
+    @property
+    def done(self) -> bool:
+        """As `RunningStep.done`."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> Sampled:
+        """As `RunningStep.result`."""
+        if self.event is not None:
+            self.event.synchronize()
+        found = self.results[: len(self.chunks)].tolist()
+        sampled = [token_id for token_id, chunk in zip(found, self.chunks, strict=True) if chunk.samples]
+        return Sampled(sampled, frozenset(entry for entry, token_id in enumerate(sampled) if token_id < 0))
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A captured forward pass, and where it leaves its logits."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor = field(repr=False)  # [requests, vocab], float32
+
+
+class GraphRunner(Runner):
+    """Computes steps behind each other on one device, while the host goes on.
+
+    Without `capture` each step launches its kernels one by one; what is computed is the same.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *, num_blocks: int, token_budget: int, max_requests: int
+    ) -> None:
+        super().__init__(config, weights, num_blocks=num_blocks, depth=1)
+        device = self.pool.device
+        self._on_gpu = device.type == "cuda"
+        self._config = config
+        self._shapes = StepShapes(token_budget, max_requests)
+        self._graphs: dict[StepShape, _Graph] = {}
+        self._width = blocks_for(config.context_tokens)
+        most_tokens, most_requests = max(token_budget, max_requests), max_requests
+        num_slots = 2 * max_requests
+        self._slots = Slots(num_slots, self._width)
+        self._spare_slot = num_slots
+        self._tables = torch.zeros((num_slots + 1, self._width), dtype=torch.int32, device=device)
+        self._latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        ints = 2 * most_tokens + 3 * most_requests + 1
+        self._ints = torch.zeros(ints, dtype=torch.int32, device=device)
+        self._longs = torch.zeros(4 * most_requests, dtype=torch.int64, device=device)
+        # One more than can be in flight, so that a step is packed while others are.
+        rings = [Staging(ints, 4 * most_requests, most_requests, device) for _ in range(self.depth + 2)]
+        self._staging = itertools.cycle(rings)
+        self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self._rows = torch.full((most_tokens, 1), -1, dtype=torch.int64, device=device)
+        self._contexts = torch.zeros(most_requests, dtype=torch.int32, device=device)
+        self._sample_rows = torch.zeros(most_requests, dtype=torch.int64, device=device)
+        self._step_tables = torch.zeros((most_requests, self._width), dtype=torch.int32, device=device)
+        self._last: DeviceStep | None = None
+        self.last_shape: StepShape | None = None
+        """Of the step that was launched last."""
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the graph of every shape; `progress` hears of (captured, in all)."""
+        pool = torch.cuda.graph_pool_handle()
+        shapes = self._shapes.all
+        for index, shape in enumerate(shapes):
+            self._ints.zero_()
+            StepInputs.within(self._ints, shape).owners.fill_(-1)
+            self._forward(shape)  # compiles, and sets up what libraries set up on their first call
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._forward(shape)
+            self._graphs[shape] = _Graph(graph, logits)
+            if progress is not None:
+                progress(index + 1, len(shapes))
+        torch.cuda.synchronize(self.pool.device)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Runs the largest steps on padding, kernel by kernel, with their sampling."""
+        for shape in {each.decodes: each for each in reversed(self._shapes.all)}.values():
+            StepInputs.within(self._ints.zero_(), shape).owners.fill_(-1)
+            logits = self._forward(shape)
+            columns = self._longs.zero_()[: 4 * shape.requests].view(4, shape.requests)
+            kernels.sample(
+                logits, columns[0].double() + 1, columns[1], columns[2].double() + 0.5, columns[3]
+            )  # draws, with a cut
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
+        """As `StepRunner.launch`."""
+        if any(_asks_for_more(chunk) for chunk in chunks):
+            return self._compute_now(chunks, tick)
+        shape = self.last_shape = self._shapes.of(sum(chunk.num_tokens for chunk in chunks), len(chunks))
+        staging = next(self._staging)
+        slots = self._slots.place(chunks)
+        self._send_tables()
+        size = StepInputs.size(shape)
+        pack(staging.ints_array[:size], shape, chunks, slots, self._spare_slot, self._known)
+        self._ints[:size].copy_(staging.ints[:size], non_blocking=True)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            logits = self._forward(shape)
+        else:
+            graph.graph.replay()
+            logits = graph.logits
+        self._draw(logits, shape, chunks, staging)
+        self._known = {}
+        self._last = DeviceStep(chunks, staging.results, self._record())
+        return self._last
+
+    def _forward(self, shape: StepShape) -> Tensor:
+        """Logits [requests, vocab], float32, of what lies in the packed inputs."""
+        inputs = StepInputs.within(self._ints, shape)
+        token_ids, positions = self._token_ids[: shape.tokens], self._positions[: shape.tokens]
+        rows, contexts = self._rows[: shape.tokens], self._contexts[: shape.requests]
+        sample_rows, tables = self._sample_rows[: shape.requests], self._step_tables[: shape.requests]
+        kernels.expand_tokens(
+            inputs.owners,
+            inputs.given,
+            inputs.query_starts,
+            inputs.starts,
+            inputs.slots,
+            self._tables,
+            self._latest,
+            self.pool,
+            token_ids,
+            positions,
+            rows,
+        )
+        kernels.expand_requests(
+            inputs.query_starts,
+            inputs.starts,
+            inputs.slots,
+            self._tables,
+            self.pool.shape[-2],
+            contexts,
+            sample_rows,
+            tables,
+        )
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            store_rows=rows,
+            attention={
+                window: PagedPlan(
+                    query_starts=inputs.query_starts,
+                    contexts=contexts,
+                    tables=tables,
+                    window=window,
+                    few=1,
+                    prefills=not shape.decodes,
+                    splits=count_splits(shape.requests, self.pool.shape[1], self._reach(window)),
+                )
+                for window in self._windows
+            },
+            sample_rows=sample_rows,
+            num_samples=shape.requests,
+            scoring=Scoring(()),
+            opened_blocks=rows[:0, 0],
+        )
+        return self.model.forward(batch, self.pool, _nothing)
+
+    def _reach(self, window: int | None) -> int:
+        context = self._config.context_tokens
+        return context if window is None else min(context, window)
+
+    def _draw(self, logits: Tensor, shape: StepShape, chunks: Sequence[Chunk], staging: Staging) -> None:
+        """Samples a token for each request, needed or not, into `latest` and the staging's results."""
+        if all(chunk.request.sampling.greedy for chunk in chunks):
+            token_ids = logits.argmax(-1)
+        else:
+            token_ids = kernels.sample(logits, *self._columns(shape, chunks, staging))
+        least, most = logits.aminmax(dim=-1)
+        usable = least.isfinite() & most.isfinite()
+        slots = StepInputs.within(self._ints, shape).slots
+        self._latest[slots.long()] = token_ids
+        staging.results[: shape.requests].copy_(torch.where(usable, token_ids, -1), non_blocking=True)
+
+    def _columns(
+        self, shape: StepShape, chunks: Sequence[Chunk], staging: Staging
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(temperature, top_k, top_p, keys), each [requests], on the device; padding is greedy."""
+        samplings = [chunk.request.sampling for chunk in chunks]
+        on_host = staging.longs[: 4 * shape.requests].view(4, shape.requests).zero_()
+        count = len(chunks)
+        on_host[0].view(torch.float64)[:count] = torch.tensor([each.temperature for each in samplings]).double()
+        on_host[1, :count] = torch.tensor([each.top_k for each in samplings])
+        on_host[2].view(torch.float64)[:count] = torch.tensor([each.top_p for each in samplings], dtype=torch.float64)
+        on_host[3, :count] = kernels.sampling_keys(
+            torch.tensor([_signed(each.seed) for each in samplings]),
+            torch.tensor([chunk.request.choice for chunk in chunks]),
+            torch.tensor([chunk.end for chunk in chunks]),
+        )
+        columns = self._longs[: 4 * shape.requests].view(4, shape.requests)
+        columns.copy_(on_host, non_blocking=True)
+        return columns[0].view(torch.float64), columns[1], columns[2].view(torch.float64), columns[3]
+
+    def _send_tables(self) -> None:
+        changes = self._slots.take_changes()
+        if changes is None:
+            return
+        places, blocks = (self._uploaded(torch.from_numpy(each)) for each in changes)
+        self._tables.view(-1)[places] = blocks
+
+    def _uploaded(self, values: Tensor) -> Tensor:
+        """On the device, in stream order. Pinned, or the host would wait for the step in flight."""
+        pinned = values.pin_memory() if self._on_gpu else values
+        return pinned.to(self.pool.device, non_blocking=True)
+
+    def _record(self) -> torch.cuda.Event | None:
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _compute_now(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
+        if self._last is not None:
+            sampled = iter(self._last.result().token_ids)
+            self._known |= {chunk.request: next(sampled) for chunk in self._last.chunks if chunk.samples}
+            self._last = None
+        return super().launch(chunks, tick)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _asks_for_more(chunk: Chunk) -> bool:
+    request = chunk.request
+    sampling = request.sampling
+    return (
+        request.shaping is not None
+        or request.fanout > 1
+        or request.scores is not None
+        or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
+    )
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed number."""
+    return seed - 2**64 if seed >= 2**63 else seed

@@ -1,0 +1,68 @@
+"""The GPU's runner against the CPU's: one small upload, padded shapes, tokens that stay on the device."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from paceline.checkpoint import resolve
+from paceline.checkpoint.dummy import SHAPES
+from paceline.engine.engine import Engine
+from paceline.engine.graph_runner import GraphRunner
+from paceline.engine.runner import Runner
+from paceline.engine.weights import Weights, load
+from paceline.types import RequestId, SamplingParams
+
+TINY = msgspec.structs.replace(SHAPES["tiny"], context_tokens=256)
+BLOCKS, BUDGET, REQUESTS = 12, 32, 6
+
+
+def tokens(engine: Engine, seed: int, count: int) -> dict[str, list[int]]:
+    """What a random workload gets, which the pool is too small for at once."""
+    draw = random.Random(seed)
+    waiting = []
+    for index in range(count):
+        sampling = SamplingParams(
+            max_tokens=draw.randint(1, 8),
+            temperature=draw.choice([0.0, 1.0]),
+            top_p=draw.choice([1.0, 0.9]),
+            seed=draw.randrange(2**64),
+            ignore_eos=True,
+            logprobs=draw.choice([None, None, None, 1]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.0, 1.2]),
+        )
+        waiting.append((RequestId(str(index)), draw.choices(range(TINY.vocab_size), k=draw.randint(1, 40)), sampling))
+    found: dict[str, list[int]] = {}
+    while waiting or engine.has_work:
+        while waiting:
+            name, prompt, sampling = waiting[0]
+            lease = engine.try_reserve(len(prompt) + sampling.max_tokens - 1, upfront_tokens=len(prompt), prompt=prompt)
+            if lease is None:
+                break
+            engine.add(name, prompt, sampling, lease=lease)
+            waiting.pop(0)
+        for done in engine.step().progress:
+            found.setdefault(done.request_id, []).extend(done.token_ids)
+    assert engine.pool.free == engine.pool.total
+    return found
+
+
+def made(runner: Runner, weights: Weights) -> Engine:
+    return Engine(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS, runner=runner)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_it_gives_the_same_tokens_as_a_runner_that_computes_at_once(
+    seed: int, triton_backend: None, device: torch.device
+) -> None:
+    weights = load(resolve("dummy:tiny", cache_dir=Path("unused")), TINY, dtype=torch.float32, device=device, seed=3)
+    plain = made(Runner(TINY, weights, num_blocks=BLOCKS), weights)
+    runner = GraphRunner(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS)
+    if device.type == "cuda":
+        runner.capture()
+    count = 60 if device.type == "cuda" else 6
+    assert tokens(made(runner, weights), seed, count) == tokens(plain, seed, count)
