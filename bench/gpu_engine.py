@@ -139,6 +139,23 @@ class Bench:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 20e3
 
+    def profile(self, batch: int, context: int) -> None:
+        """Prints what the kernels of such a decode step take."""
+        self.decode(batch, context)
+        runner = self.engine.runner
+        shape = getattr(runner, "last_shape", None)
+        graph = getattr(runner, "_graphs", {}).get(shape)
+        if graph is None:
+            return
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(10):
+                graph.graph.replay()
+            torch.cuda.synchronize()
+        for kernel in sorted(found.key_averages(), key=lambda each: -each.self_device_time_total)[:14]:
+            print(
+                f"    {kernel.self_device_time_total / 1e4:9.4f} ms a step, {kernel.count // 10:5} of {kernel.key[:90]}"
+            )
+
     def _add(
         self,
         kind: str,
@@ -200,6 +217,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    parser.add_argument("--profile", type=int, nargs="*", default=(), help="batches to profile, at the first context")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = open_device(args.device)
@@ -236,6 +254,8 @@ def main() -> None:
     for context in args.contexts:
         for batch in args.batches:
             bench.decode(batch, context)
+    for batch in args.profile:
+        bench.profile(batch, args.contexts[0])
     free, total = torch.cuda.mem_get_info(device)
     print(f"memory left {free / 2**30:.1f} of {total / 2**30:.1f} GiB, after {time.perf_counter() - started:.1f} s")
     if args.json is not None:
