@@ -25,6 +25,7 @@ copy_blocks = dispatched(reference.copy_blocks, "cache")
 expand_tokens = dispatched(reference.expand_tokens, "step")
 expand_requests = dispatched(reference.expand_requests, "step")
 sample = dispatched(reference.sample, "sampling")
+sample_rows = dispatched(reference.sample_rows, "sampling")
 
 
 def plan_attention(
@@ -76,6 +77,7 @@ __all__ = [
     "rope_and_store",
     "rope_tables",
     "sample",
+    "sample_rows",
     "sampling_keys",
     "store_rows",
     "swiglu",

@@ -11,7 +11,7 @@ from paceline.kernels.reference.attention import AttentionPlan, attention, plan_
 from paceline.kernels.reference.cache import copy_blocks, rope_and_store, rope_tables, store_rows
 from paceline.kernels.reference.linear import linear
 from paceline.kernels.reference.norm import add_rms_norm, qk_norm, rms_norm
-from paceline.kernels.reference.sampling import GOLDEN, exponential_noise, mix64, sample, sampling_keys
+from paceline.kernels.reference.sampling import GOLDEN, exponential_noise, mix64, sample, sample_rows, sampling_keys
 from paceline.kernels.reference.step import expand_requests, expand_tokens
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "rope_and_store",
     "rope_tables",
     "sample",
+    "sample_rows",
     "sampling_keys",
     "store_rows",
     "swiglu",

@@ -66,6 +66,25 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ke
     return token_ids.gather(1, race.argmin(-1, keepdim=True))[:, 0]
 
 
+def sample_rows(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`sample` for rows that may be unusable: (token ids int64, bad bool), both [rows].
+
+    A row is bad, and its token 0, if it has NaN or positive infinity, or no logit above negative infinity: that one
+    excludes a token. `logits` [rows, vocab] of any float type, a row's side by side; `temperature` and `top_p` float64
+    or float32, `top_k` int64 or int32, `keys` int64. None for `top_k` or `top_p` says that no row has such a limit,
+    and saves looking for it. Nothing waits for the device, and no size depends on data: a graph may capture it.
+    """
+    most = logits.amax(-1)
+    bad = ~most.isfinite()
+    usable = logits.float().masked_fill(bad[:, None], 0.0)
+    heat = temperature.double().masked_fill(bad, 0.0)
+    limit = torch.zeros_like(keys) if top_k is None else top_k.long()
+    share = torch.ones_like(heat) if top_p is None else top_p.double()
+    return sample(usable, heat, limit, share, keys), bad
+
+
 def _least_kept(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Each row's smallest probability that stays, [rows].
 

@@ -69,7 +69,12 @@ def _others(dtype: torch.dtype, head_dim: int) -> None:
 
 def _sampling() -> None:
     number = torch.arange(2)
-    kernels.sample(torch.zeros(2, 9000), torch.ones(2).double(), number, torch.ones(2).double(), number)
+    ones = torch.ones(2).double()
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.zeros(2, 9000, dtype=dtype)
+        kernels.sample_rows(logits, ones, number, ones, number)
+        kernels.sample_rows(logits, ones, None, None, number)
+    kernels.sample_rows(torch.zeros(2, 1), ones.float(), number.int(), None, number)
 
 
 def main() -> None:

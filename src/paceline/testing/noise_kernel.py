@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.launch import launch
-from paceline.kernels.sampling import exponential_noise, random_bits
+from paceline.kernels.sampling_noise import exponential_noise, random_bits
 
 
 @triton.jit

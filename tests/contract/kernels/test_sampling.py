@@ -118,26 +118,109 @@ def test_negative_zero_is_zero(backend: kernels.Backend, device: torch.device) -
     assert set(found.tolist()) == {0, 1, 2}
 
 
-def test_unusable_logits_still_give_a_token_of_the_vocabulary(triton_backend: None, device: torch.device) -> None:
-    logits = torch.zeros(6, 300, device=device)
+def test_unusable_rows_are_named_and_their_neighbours_are_not(backend: kernels.Backend, device: torch.device) -> None:
+    logits = torch.zeros(7, 5000, device=device)
     logits[0] = torch.nan
     logits[1, 3] = torch.nan
-    logits[2, 5] = torch.inf
+    logits[2, 4998] = torch.inf
     logits[3] = -torch.inf
-    heat = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=device)
-    number = torch.arange(6, device=device)
+    logits[4, 1:] = -torch.inf  # all but one token excluded
+    logits[5, 4999] = torch.nan
+    number = torch.arange(7, device=device)
     keys = kernels.sampling_keys(number, number, number)
-    usual = kernels.sample(logits, heat, number + 20, heat * 0 + 0.5, keys)
-    assert bool(((usual >= 0) & (usual < 300)).all())
+    for heat in (0.0, 1.0):
+        for top_k in (None, number + 20):
+            column = torch.full((7,), heat, dtype=torch.float64, device=device)
+            ids, bad = kernels.sample_rows(logits, column, top_k, None, keys)
+            assert bad.tolist() == [True, True, True, True, False, True, False]
+            assert ids[4] == 0
+            assert bool(((ids >= 0) & (ids < 5000)).all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spread"),
+    [(torch.float32, 0.01), (torch.bfloat16, 1.0), (torch.float32, 3.0), (torch.bfloat16, 3.0), (torch.float32, 12.0)],
+)
+def test_a_row_draws_what_the_twin_draws(
+    dtype: torch.dtype, spread: float, triton_backend: None, device: torch.device
+) -> None:
+    """Peaked and flat rows, limits that few and that most tokens pass, columns of either width."""
+    rows, vocab = (12, 2600) if device.type == "cpu" else (96, 50000)  # interpreted: what takes seconds
+    source = torch.Generator().manual_seed(int(spread * 100))
+    logits = (torch.randn(rows, vocab, generator=source) * spread + 20.0).to(dtype)
+    number = torch.arange(rows)
+    heat = torch.tensor([0.0, 0.3, 1.0, 1.7])[number * 4 // rows]
+    top_k = torch.tensor([0, 1, 30, 300, 2000, 0])[number % 6].int()
+    top_p = torch.tensor([1.0, 0.9, 0.5, 0.95, 0.999999, 0.02, 1.0])[number % 7]
+    keys = kernels.sampling_keys(number, number * 0, number)
+    for limits in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
+        wanted, _ = reference.sample_rows(logits, heat, *limits, keys)
+        there = [None if limit is None else limit.to(device) for limit in limits]
+        found, bad = kernels.sample_rows(logits.to(device), heat.to(device), *there, keys.to(device))
+        assert found.tolist() == wanted.tolist()
+        assert not bad.any()
+
+
+def test_a_close_race_is_run_again_in_float64(triton_backend: None, device: torch.device) -> None:
+    """Of two tokens that float32 cannot tell apart, each wins where it is the faster one."""
+    rows, vocab, pair = 64, 5000, torch.tensor([[17, 4321]])
+    number = torch.arange(rows)
+    keys = kernels.sampling_keys(number, number, number)
+    noise = reference.exponential_noise(keys[:, None], pair)
+    logits = torch.full((rows, vocab), -100.0)
+    logits[:, 17] = 0.0
+    logits[:, 4321] = (noise[:, 1] / noise[:, 0]).log().float()  # rounded: now one or the other is ahead by 1e-8 or so
+    ones = torch.ones(rows, dtype=torch.float64)
+    wanted, _ = reference.sample_rows(logits, ones, None, None, keys)
+    assert set(wanted.tolist()) == {17, 4321}
+    found, _ = kernels.sample_rows(logits.to(device), ones.to(device), None, None, keys.to(device))
+    assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("allowed", [1, 5, 700])
+def test_what_is_excluded_counts_for_nothing(allowed: int, triton_backend: None, device: torch.device) -> None:
+    """A grammar, say, leaves fewer tokens than top-k asks for."""
+    rows, vocab = 8, 5000
+    source = torch.Generator().manual_seed(allowed)
+    logits = torch.full((rows, vocab), -torch.inf)
+    places = torch.randperm(vocab, generator=source)[:allowed]
+    logits[:, places] = torch.randn(rows, allowed, generator=source) * 4
+    number = torch.arange(rows)
+    keys = kernels.sampling_keys(number, number, number)
+    ones = torch.ones(rows, dtype=torch.float64)
+    for top_p in (None, ones * 0.8):
+        wanted, _ = reference.sample_rows(logits, ones, number * 0 + 50, top_p, keys)
+        limits = (number * 0 + 50).to(device), None if top_p is None else top_p.to(device)
+        found, _ = kernels.sample_rows(logits.to(device), ones.to(device), *limits, keys.to(device))
+        assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
+def test_a_graph_captures_it_and_follows_its_columns(triton_backend: None, device: torch.device) -> None:
+    rows, vocab = 9, 5000
+    number = torch.arange(rows, device=device)
+    logits = torch.randn(rows, vocab, device=device)
+    heat, top_k = torch.zeros(rows, dtype=torch.float64, device=device), torch.zeros_like(number)
+    top_p, keys = torch.ones_like(heat), kernels.sampling_keys(number, number, number)
+    kernels.sample_rows(logits, heat, top_k, top_p, keys)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, bad = kernels.sample_rows(logits, heat, top_k, top_p, keys)
+    for step in range(3):
+        logits.normal_()
+        heat.fill_(step * 0.8)
+        top_k.fill_(step * 7)
+        top_p.fill_(1.0 - step * 0.2)
+        graph.replay()
+        assert torch.equal(ids, kernels.sample_rows(logits, heat, top_k, top_p, keys)[0])
+        assert not bad.any()
 
 
 def test_no_limits_need_no_search(triton_backend: None, device: torch.device) -> None:
-    from paceline.kernels.sampling import sample
-
     logits = _logits(3, 5000, 2.0, torch.Generator().manual_seed(9)).to(device)
     ones, number = torch.ones(3, dtype=torch.float64, device=device), torch.arange(3, device=device)
     keys = kernels.sampling_keys(number, number, number)
-    unlimited = sample(logits, ones, None, None, keys)
+    unlimited, _ = kernels.sample_rows(logits, ones, None, None, keys)
     assert torch.equal(unlimited, kernels.sample(logits, ones, torch.zeros_like(number), ones, keys))
 
 
