@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -101,10 +101,18 @@ def _set_prompt(request: router_pb2.GenerateRequest, prompt: Prompt | Sequence[t
     else:
         # An empty list travels as an empty prompt, so that the router has the one say on it.
         request.tokens.SetInParent()
-        for index, token_id in enumerate(prompt):
-            if not isinstance(token_id, int) or not 0 <= token_id < 2**32:
-                raise InvalidRequest("prompt", f"id {quote(token_id)} at index {index} is not a token id")
-            request.tokens.ids.append(token_id)
+        try:
+            # At once: one by one, long prompts hold an event loop up for milliseconds.
+            request.tokens.ids.extend(cast(Sequence[int], prompt))
+        except (TypeError, ValueError) as error:
+            raise _wrong_token_id(prompt) from error
+
+
+def _wrong_token_id(prompt: Sequence[object]) -> InvalidRequest:
+    for index, token_id in enumerate(prompt):
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**32:
+            return InvalidRequest("prompt", f"id {quote(token_id)} at index {index} is not a token id")
+    return InvalidRequest("prompt", f"{quote(prompt)} is not a list of token ids")
 
 
 def _sampling(sampling: types.Sampling) -> common_pb2.SamplingParams:
