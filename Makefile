@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Paceline needs Python 3.11 or newer with its venv module: none was found (set PYTHON=...)" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,bench,dev]'
 	@touch $@
 
 demo: $(STAMP) ## start a cluster here, stream one answer from it, stop it

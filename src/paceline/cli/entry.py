@@ -17,6 +17,7 @@ from paceline.cli import INTERRUPTED, ask, look, models, roles, up
 from paceline.cli.output import explain, print_error
 from paceline.config import SECTIONS, add_flags, parse_address
 from paceline.errors import InvalidRequest, PacelineError, StartupError
+from paceline.loadtest.config import BenchConfig
 
 BROKEN_PIPE: Final = 141
 DEFAULT_ROUTER: Final = "127.0.0.1:7070"
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_health(commands)
     _add_models(commands)
+    _add_bench(commands)
     command = _command(commands, "version", "print the version")
     command.set_defaults(handler=look.version)
     return root
@@ -192,3 +194,16 @@ def _add_models(commands: _Commands[argparse.ArgumentParser]) -> None:
     fetch.add_argument("model", nargs="?", help="model to fetch; the default one by default")
     fetch.add_argument("--cache-dir", default=argparse.SUPPRESS, metavar="DIR", help="where fetched models are kept")
     fetch.set_defaults(handler=models.fetch)
+
+
+def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "bench", "load a router, or an OpenAI-compatible server, and measure it")
+    command.add_argument("--config", type=Path, default=None, metavar="FILE", help="TOML file with settings")
+    add_flags(command, BenchConfig)
+    command.set_defaults(handler=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from paceline.cli import bench  # measuring takes much that no other command needs
+
+    return bench.run(arguments)

@@ -28,6 +28,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         self.aborted: list[str] = []
         self.cancelled = threading.Event()
         self.address = ""
+        self.looks = threading.Semaphore(0)  # released with each GetLoads
         self.loads = router_pb2.RouterGetLoadsResponse()
         self.health = health.HealthServicer()
         self.script: Script = lambda request: iter(words(request.request_id or "drawn", "Hello", " world"))
@@ -62,6 +63,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
 
     def GetLoads(self, request: Any, context: Any) -> router_pb2.RouterGetLoadsResponse:
         """Whatever `loads` holds."""
+        self.looks.release()
         return self.loads
 
 
