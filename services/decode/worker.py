@@ -92,7 +92,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def __init__(self, host: Host, link: CommandLink[DecodeCommand | Ping], config: DecodeConfig) -> None:
         super().__init__(host, link)
-        self._capacity = config.max_running + config.max_waiting
+        self._capacity = config.step_requests + config.max_waiting
         self._may_prefill = config.local_prefill != "never"
         self._fingerprint = host.ready.fingerprint
         self._block_bytes = host.engine.runner.block_bytes

@@ -49,7 +49,7 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
 
     def __init__(self, host: Host, link: CommandLink[PrefillCommand | Ping], config: PrefillConfig) -> None:
         super().__init__(host, link)
-        self._capacity = config.max_running + config.max_waiting
+        self._capacity = config.step_requests + config.max_waiting
         self._block_bytes = host.engine.runner.block_bytes
         self._handoffs: dict[Attempt, Handoff] = {}
         self._by_request: dict[RequestId, Handoff] = {}

@@ -106,7 +106,7 @@ def _engine(config: WorkerConfig, shape: ModelConfig, tensors: weights.Weights) 
             tensors,
             num_blocks=config.pool_blocks,
             token_budget=config.step_tokens,
-            max_requests=config.max_running,
+            max_requests=config.step_requests,
             fraction=config.memory_fraction,
             progress=_told_now_and_then("graphs captured"),
         )
@@ -116,7 +116,7 @@ def _engine(config: WorkerConfig, shape: ModelConfig, tensors: weights.Weights) 
         tensors,
         num_blocks=num_blocks,
         token_budget=config.step_tokens,
-        max_requests=config.max_running,
+        max_requests=config.step_requests,
         prefix_cache=config.prefix_cache,
         watermark=config.watermark,
         runner=runner,

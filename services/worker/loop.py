@@ -147,7 +147,8 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def _step(self) -> Activity:
         before = replace(self.engine.stats)
-        self.before_step()
+        if not self._device_busy:
+            self.before_step()
         output = self.engine.step(tick=self._tick)
         self._device_busy = self.engine.in_flight and not output.progress
         if not output.progress and not output.preempted:

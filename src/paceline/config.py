@@ -164,7 +164,10 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
         ),
     ] = None
     prefix_cache: Annotated[bool, Meta(description="Keep the KV of full blocks to be found by later prompts")] = True
-    max_running: Annotated[int, Meta(description="Requests in one batch at most", ge=1)] = 64
+    max_running: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Requests in one batch at most; none: 64, and 256 on a GPU"),
+    ] = None
     max_waiting: Annotated[int, Meta(description="Requests accepted beyond the batch before refusing", ge=0)] = 256
     transport: Annotated[
         Literal["auto", "nixl", "loopback"], Meta(description="How KV blocks move between workers")
@@ -220,6 +223,11 @@ class WorkerConfig(EngineConfig, frozen=True, kw_only=True):
     def on_gpu(self) -> bool:
         """True where a GPU computes."""
         return self.compute_device != "cpu"
+
+    @property
+    def step_requests(self) -> int:
+        """`max_running`, or what suits the device."""
+        return self.max_running or (256 if self.on_gpu else 64)
 
     @property
     def step_tokens(self) -> int:

@@ -117,7 +117,7 @@ def test_one_role_or_one_worker_may_have_settings_of_its_own(tmp_path: Path) -> 
     sources = Sources(flags=flags, env={}, per_role=own)
     made = make_plan(load(UpConfig, file=None, env={}, flags=flags), sources, parent=42)
     assert [decode(made, name).dtype for name in ("decode-0", "decode-1")] == ["bfloat16", "bfloat16"]
-    assert [decode(made, name).pool_blocks for name in ("decode-0", "decode-1")] == [1024, 7]
+    assert [decode(made, name).pool_blocks for name in ("decode-0", "decode-1")] == [None, 7]
     assert router(made).queue_size == 1
 
 
