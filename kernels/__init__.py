@@ -24,6 +24,7 @@ rope_and_store = dispatched(reference.rope_and_store, "cache")
 copy_blocks = dispatched(reference.copy_blocks, "cache")
 expand_tokens = dispatched(reference.expand_tokens, "step")
 expand_requests = dispatched(reference.expand_requests, "step")
+scatter_blocks = dispatched(reference.scatter_blocks, "scatter")
 sample = dispatched(reference.sample, "sampling")
 sample_rows = dispatched(reference.sample_rows, "sampling")
 
@@ -79,6 +80,7 @@ __all__ = [
     "sample",
     "sample_rows",
     "sampling_keys",
+    "scatter_blocks",
     "store_rows",
     "swiglu",
 ]

@@ -77,6 +77,10 @@ def _sampling() -> None:
     kernels.sample_rows(torch.zeros(2, 1), ones.float(), number.int(), None, number)
 
 
+def _scatter() -> None:
+    kernels.scatter_blocks(torch.zeros(2, 2, dtype=torch.int32), 1 << 40, 1 << 41, 2 << 20)
+
+
 def main() -> None:
     """Compiles all, or raises what the compiler says."""
     driver.set_active(_NoDevice())
@@ -84,6 +88,7 @@ def main() -> None:
     JITFunction.run = partialmethod(lambda self, *args, **options: run(self, *args, **{**options, "warmup": True}))
     with kernels.forced(kernels.Backend.TRITON):
         _sampling()
+        _scatter()
         for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 80)):
             _others(dtype, head_dim)
             _attention(dtype, head_dim)
