@@ -105,6 +105,11 @@ class TransferAgent:
         """
         return bool(self._outgoings or self._draining)
 
+    @property
+    def wake_descriptor(self) -> int | None:
+        """Readable when a loop that sleeps should poll, whether it is `busy` or not. None: the transport has none."""
+        return self._transport.wake_descriptor
+
     def connect_peer(self, key: WorkerKey, metadata: bytes, fingerprint: Fingerprint) -> None:
         """Makes a peer writable, and drops earlier epochs of the same id. Does nothing where `key` is connected.
 

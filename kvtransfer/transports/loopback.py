@@ -59,6 +59,11 @@ class LoopbackTransport:
         self._posted = 0
         self._polls = 0
 
+    @property
+    def wake_descriptor(self) -> int | None:
+        """None: nothing comes from outside."""
+        return None
+
     def register(self, region: Region) -> bytes:
         """Offers the region on the hub; host memory only."""
         if self._region is not None:

@@ -76,6 +76,16 @@ class Transport(Protocol):
     terminal.
     """
 
+    @property
+    def wake_descriptor(self) -> int | None:
+        """Readable when `poll` has something to do that came from outside. None where there is no such descriptor.
+
+        For a loop that sleeps: it may wait on it beside its own descriptors, and poll when it is readable. It is no
+        substitute for polling at 200 us, for it does not tell of writes of this side that are done. A loop that
+        ignores it loses nothing but memory: the mapped pool of a peer that died stays until the next poll.
+        """
+        ...
+
     def register(self, region: Region) -> bytes:
         """Offers `region`, once, and returns what peers need to write to it.
 

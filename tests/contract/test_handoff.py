@@ -26,7 +26,7 @@ R = ReservationId("r-1")
 
 @pytest.fixture
 def target() -> Iterator[ProcessEnd]:
-    end = ProcessEnd(str(D), BLOCKS, GROUP.block_bytes, {})
+    end = ProcessEnd("nixl", str(D), BLOCKS, GROUP.block_bytes, {})
     yield end
     end.close()
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import TransferFailed
 from paceline.testing.transport_end import ProcessEnd
-from paceline.testing.transport_pair import ALL, KINDS, PROCESS_KINDS, TARGET_SEED, WRITER_SEED, Bench, Pair
+from paceline.testing.transport_pair import ALL, IPC_KINDS, KINDS, PROCESS_KINDS, TARGET_SEED, WRITER_SEED, Bench, Pair
 
 
 @pytest.fixture(params=KINDS)
@@ -68,6 +68,37 @@ def test_writes_to_a_dead_peer_end_failed_and_its_next_life_is_served(own_pair: 
     pair.assert_target_holds({6: 5})
 
 
+@pytest.mark.parametrize("own_pair", IPC_KINDS, indirect=True)
+def test_a_peer_whose_memory_is_mapped_may_die_and_its_next_life_is_served(own_pair: Pair) -> None:
+    """Such writes need nothing of the target, so one that was under way when it died may have arrived before."""
+    pair = own_pair
+    pair.target.call("set_polling", False)
+    under_way = pair.post(list(range(40)), list(range(40)), b"under way")
+    pair.bench.kill(pair.target)
+    pair.wait_finished(under_way)
+    with pytest.raises(TransferFailed, match=r"gone|lost"):
+        late = pair.post([1], [1], b"late")  # its loss may not be known yet
+        raise TransferFailed(str(pair.wait_finished(late)[late]))
+    pair.target = pair.bench.end("target")  # the same worker, started again
+    pair.target.call("fill", ALL, TARGET_SEED)
+    pair.writer.call("release", pair.peer)
+    pair.peer = pair.writer.call("connect", pair.target.call("metadata"))
+    again = pair.post([5], [6], b"again")
+    assert pair.wait_finished(again) == {again: None}
+    pair.wait_notified(b"again")
+    pair.assert_target_holds({6: 5})
+
+
+@pytest.mark.parametrize("own_pair", IPC_KINDS, indirect=True)
+def test_a_dead_peer_is_not_connected(own_pair: Pair) -> None:
+    pair = own_pair
+    other = pair.bench.end("target")
+    metadata = other.call("metadata")
+    pair.bench.kill(other)
+    with pytest.raises(TransferFailed, match="does not answer"):
+        pair.writer.call("connect", metadata)
+
+
 @pytest.mark.parametrize("own_pair", PROCESS_KINDS, indirect=True)
 def test_a_target_outlives_its_writer_and_takes_the_next_one(own_pair: Pair) -> None:
     pair = own_pair
@@ -96,7 +127,7 @@ def test_a_target_outlives_its_writer_and_takes_the_next_one(own_pair: Pair) -> 
 
 @pytest.mark.parametrize(
     ("own_pair", "posted"),
-    [("loopback", True), ("nixl", False), ("nixl-tcp", False), ("nixl-tcp", True)],
+    [("loopback", True), *((kind, False) for kind in PROCESS_KINDS), ("nixl-tcp", True)],
     indirect=["own_pair"],
 )
 def test_a_stopped_writer_that_goes_on_spoils_nothing_but_its_quarantined_blocks(own_pair: Pair, posted: bool) -> None:

@@ -2,6 +2,8 @@
 
 `nixl-one-process` are two agents in this process, `nixl` are two processes over whatever UCX picks (here: shared
 memory, where a post blocks until done), `nixl-tcp` are two processes whose writes really are under way for a while.
+`ipc-on-host` is the `cuda_ipc` transport over host memory (`HostMemory`), and `by-peer` picks it before `nixl`. Where
+there are GPUs, `cuda_ipc` joins the first to the last, `cuda_ipc-one-gpu` two processes on one, and `cuda-auto` picks.
 """
 
 from collections.abc import Iterator
@@ -157,7 +159,7 @@ def test_a_target_writes_to_its_writer_at_the_same_time(own_pair: Pair) -> None:
     )
 
 
-@pytest.mark.parametrize("own_pair", ["loopback", "nixl-one-process"], indirect=True)
+@pytest.mark.parametrize("own_pair", ["loopback", "nixl-one-process", "ipc-on-host"], indirect=True)
 def test_a_peer_with_blocks_of_another_size_is_refused_with_both_sizes_named(own_pair: Pair) -> None:
     other = own_pair.bench.end("other", block_bytes=BLOCK_BYTES // 2)
     with pytest.raises(FingerprintMismatch, match=f"{BLOCK_BYTES} here, {BLOCK_BYTES // 2} at the peer"):
@@ -165,10 +167,12 @@ def test_a_peer_with_blocks_of_another_size_is_refused_with_both_sizes_named(own
 
 
 def test_an_unknown_transport_and_a_loopback_without_a_hub_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'pigeon' is none of auto, nixl, loopback"):
+    with pytest.raises(ConfigError, match="'pigeon' is none of auto, nixl, cuda_ipc, loopback"):
         create("pigeon", "worker")
     with pytest.raises(ConfigError, match="loopback"):
         create("loopback", "worker")
+    with pytest.raises(ConfigError, match="cuda_ipc moves KV between GPUs, and the pool is on cpu"):
+        create("cuda_ipc", "worker")
 
 
 def test_auto_says_what_it_picked_and_why() -> None:

@@ -16,11 +16,20 @@ from typing import Any, Protocol
 from paceline.errors import PacelineError
 from paceline.kvtransfer.region import Region
 from paceline.kvtransfer.transports import create
+from paceline.kvtransfer.transports.by_peer import ByPeerTransport
+from paceline.kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from paceline.kvtransfer.transports.loopback import Hub
+from paceline.kvtransfer.transports.nixl import NixlTransport
 from paceline.kvtransfer.transports.transport import Finished, Handle, Peer, Piece, Transport
+from paceline.testing.host_memory import HostMemory
 
 LIVENESS_S = 20.0
 """Seconds within which everything that a test waits for has happened, on a machine that is busy with other tests."""
+
+GPU_KINDS = ("cuda_ipc", "cuda_ipc-one-gpu", "cuda_ipc-in-stream", "cuda-auto")
+"""Ends that keep their pools on GPUs: writers on the first, targets on the last unless it is said otherwise."""
+
+_ALIGNMENT = 64
 
 
 def wait_until(condition: Callable[[], bool], what: str, *ends: End) -> None:
@@ -35,14 +44,44 @@ def wait_until(condition: Callable[[], bool], what: str, *ends: End) -> None:
         time.sleep(0.0002)
 
 
-class Station:
-    """A pool of `num_blocks` blocks of `block_bytes` and a transport over it, with everything it reported so far."""
+class Pool(Protocol):
+    """Blocks that a test writes and reads."""
 
-    def __init__(self, name: str, transport: Transport, num_blocks: int, block_bytes: int) -> None:
-        self._memory = ctypes.create_string_buffer(num_blocks * block_bytes)
-        self._region = Region(ctypes.addressof(self._memory), num_blocks, block_bytes)
+    region: Region
+
+    def write(self, block: int, contents: bytes) -> None:
+        """Gives a block its contents."""
+        ...
+
+    def read(self, block: int) -> bytes:
+        """A block's contents."""
+        ...
+
+
+class HostPool:
+    """In host memory, with no library's help."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._memory = ctypes.create_string_buffer(num_blocks * block_bytes + _ALIGNMENT)
+        address = -(-ctypes.addressof(self._memory) // _ALIGNMENT) * _ALIGNMENT
+        self.region = Region(address, num_blocks, block_bytes)
+
+    def write(self, block: int, contents: bytes) -> None:
+        """See `Pool`."""
+        ctypes.memmove(self.region.address_of(block), contents, len(contents))
+
+    def read(self, block: int) -> bytes:
+        """See `Pool`."""
+        return ctypes.string_at(self.region.address_of(block), self.region.block_bytes)
+
+
+class Station:
+    """A pool and a transport over it, with everything it reported so far."""
+
+    def __init__(self, pool: Pool, transport: Transport) -> None:
+        self._pool = pool
         self._transport = transport
-        self._metadata = transport.register(self._region)
+        self._metadata = transport.register(pool.region)
         self._peers: dict[str, Peer] = {}
         self._finished: list[Finished] = []
         self._notifications: list[tuple[bytes, dict[int, int]]] = []
@@ -96,8 +135,7 @@ class Station:
     def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Gives each block contents of its own: a function of the seed and the block."""
         for block in blocks:
-            contents = pattern(seed, block, self._region.block_bytes)
-            ctypes.memmove(self._region.address_of(block), contents, len(contents))
+            self._pool.write(block, pattern(seed, block, self._pool.region.block_bytes))
 
     def checksums(self, blocks: Sequence[int]) -> dict[int, int]:
         """CRC-32 of each block."""
@@ -105,7 +143,7 @@ class Station:
 
     def read(self, block: int) -> bytes:
         """A block's bytes."""
-        return ctypes.string_at(self._region.address_of(block), self._region.block_bytes)
+        return self._pool.read(block)
 
     def cpu_seconds_asleep(self, seconds: float) -> float:
         """CPU time that all of the process's threads take while this one sleeps."""
@@ -149,7 +187,7 @@ class LocalEnd:
 
     def __init__(self, kind: str, name: str, num_blocks: int, block_bytes: int, hub: Hub | None = None) -> None:
         self.transport = create(kind, name, hub=hub).transport
-        self.station = Station(name, self.transport, num_blocks, block_bytes)
+        self.station = Station(HostPool(num_blocks, block_bytes), self.transport)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls it."""
@@ -167,12 +205,12 @@ class LocalEnd:
 class ProcessEnd:
     """A station in a process of its own, that polls all the time."""
 
-    def __init__(self, name: str, num_blocks: int, block_bytes: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, name: str, num_blocks: int, block_bytes: int, environment: Mapping[str, str]) -> None:
         # Forked by a server that has imported nixl, and so torch, but has made no agent: seconds a process, saved.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "nixl._api"])
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, name, num_blocks, block_bytes, dict(environment))
+        arguments = (theirs, kind, name, num_blocks, block_bytes, dict(environment))
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -231,9 +269,27 @@ class ProcessEnd:
         os.kill(self._pid, number)
 
 
-def _serve(pipe: Connection, name: str, num_blocks: int, block_bytes: int, environment: Mapping[str, str]) -> None:
+def _station(kind: str, name: str, num_blocks: int, block_bytes: int) -> Station:
+    """A process's station, by the kind of its transport."""
+    if kind in GPU_KINDS:
+        from paceline.testing.cuda_station import CudaStation  # here for its torch, which others need not wait for
+
+        return CudaStation(kind, name, num_blocks, block_bytes)
+    made: Transport
+    if kind == "ipc-on-host":
+        made = CudaIpcTransport(name, HostMemory())
+    elif kind == "by-peer":
+        made = ByPeerTransport({"ipc-on-host": CudaIpcTransport(name, HostMemory()), "nixl": NixlTransport(name)})
+    else:
+        made = create("nixl", name).transport
+    return Station(HostPool(num_blocks, block_bytes), made)
+
+
+def _serve(
+    pipe: Connection, kind: str, name: str, num_blocks: int, block_bytes: int, environment: Mapping[str, str]
+) -> None:
     os.environ.update(environment)
-    station = Station(name, create("nixl", name).transport, num_blocks, block_bytes)
+    station = _station(kind, name, num_blocks, block_bytes)
     while True:
         if pipe.poll(0.0001):
             try:
@@ -250,4 +306,4 @@ def _serve(pipe: Connection, name: str, num_blocks: int, block_bytes: int, envir
         station.turn()
 
 
-__all__ = ["LIVENESS_S", "End", "Handle", "LocalEnd", "ProcessEnd", "Station", "pattern", "wait_until"]
+__all__ = ["GPU_KINDS", "LIVENESS_S", "End", "Handle", "LocalEnd", "ProcessEnd", "Station", "pattern", "wait_until"]

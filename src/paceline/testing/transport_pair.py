@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from paceline.kvtransfer.transfer import merge
 from paceline.kvtransfer.transports.loopback import Hub
-from paceline.testing.transport_end import End, LocalEnd, ProcessEnd, pattern, wait_until
+from paceline.testing.transport_end import GPU_KINDS, End, LocalEnd, ProcessEnd, pattern, wait_until
 
 BLOCKS = 48
 BLOCK_BYTES = 256 * 1024
 ALL = range(BLOCKS)
-KINDS = ("loopback", "nixl-one-process", "nixl", "nixl-tcp")
-PROCESS_KINDS = ("nixl", "nixl-tcp")
+IPC_KINDS = ("ipc-on-host", "by-peer", *(GPU_KINDS if torch.cuda.is_available() else ()))
+PROCESS_KINDS = ("nixl", "nixl-tcp", *IPC_KINDS)
+KINDS = ("loopback", "nixl-one-process", *PROCESS_KINDS)
 WRITER_SEED, TARGET_SEED = 1, 2
 
 
@@ -34,7 +37,7 @@ class Bench:
             made = LocalEnd("nixl", name, num_blocks, block_bytes)
         else:
             environment = {"UCX_TLS": "tcp"} if self.kind == "nixl-tcp" else {}
-            made = ProcessEnd(name, num_blocks, block_bytes, environment)
+            made = ProcessEnd(self.kind, name, num_blocks, block_bytes, environment)
         self.ends.append(made)
         return made
 
