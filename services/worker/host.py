@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from paceline.checkpoint import reader, source
-from paceline.config import WorkerConfig
 from paceline.checkpoint.model_config import ModelConfig
+from paceline.config import WorkerConfig
 from paceline.engine import device, weights
 from paceline.engine.engine import Engine, EngineStats
 from paceline.errors import ConfigError
@@ -80,7 +80,7 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
     fingerprint = Fingerprint.of(
         group, model=checkpoint.name, weights_digest=reader.digest(checkpoint, seed=config.seed)
     )
-    chosen = transports.create(config.transport, f"{worker}", hub=hub)
+    chosen = transports.create(config.transport, f"{worker}", hub=hub, device=region.device)
     _log.info("transport chosen", transport=chosen.name, why=chosen.why)
     # Nothing lingers in buffers of the in-memory twin.
     settle_s = SETTLE_S if hub is None else 0.0

@@ -73,6 +73,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         self._during_step: list[AgentEvents] = []
         self._deferred: list[Command | Ping] = []  # came during a step, and wait for its end
         self._device_busy = False  # the last step had nothing to do but to wait
+        self._woken = False  # by a peer
         self._reported: object = None
         self._pinged = False
 
@@ -177,7 +178,8 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def _transfer(self, activity: Activity) -> Activity:
         pending, self._during_step = self._during_step, []
-        if self.agent.busy or self.awaiting:
+        if self.agent.busy or self.awaiting or self._woken:
+            self._woken = False
             pending.append(self.agent.poll())
         for events in pending:
             if events:
@@ -216,7 +218,10 @@ class EngineLoop(ABC, Generic[Command, Event]):
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._link.flush():  # the front is behind; there is no descriptor that says when it has caught up
                 timeout = min(0.01, timeout) if timeout is not None else 0.01
-        readable, _, _ = select.select([self._link.file_descriptor, sys.stdin], [], [], timeout)
+        wake = self.agent.wake_descriptor
+        by_peers = [] if wake is None else [wake]
+        readable, _, _ = select.select([self._link.file_descriptor, sys.stdin, *by_peers], [], [], timeout)
+        self._woken = wake in readable
         return sys.stdin in readable  # nothing ever comes through the pipe but its end
 
 
