@@ -40,6 +40,8 @@ SHARE = 0.8
 SEEN_S = 0.0002
 """Most that a target may take to see a notification, of the median, when it polls as a worker does."""
 POLL_S = 200e-6
+PAUSE_S = 0.002
+"""Between writes: a target takes notifications in more slowly than a writer sends small ones, and would fall behind."""
 AVAILABLE = {"cuda_ipc": cuda_ipc.available, "nixl": nixl.available}
 
 
@@ -134,6 +136,7 @@ class Writer:
                 pass
             ended.append(time.monotonic() - began[payload])
             assert finished[0].ok, finished[0].error
+            time.sleep(PAUSE_S)
         arrived = self._wait_arrived(set(began))
         seen = [arrived[payload] - at for payload, at in began.items()]
         return Timed(sum(piece.num_blocks for piece in pieces) * BLOCK_BYTES, ended[2:], seen[2:])
