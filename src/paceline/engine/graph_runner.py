@@ -85,6 +85,7 @@ class GraphRunner(Runner):
         self._latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         ints = 2 * most_tokens + 3 * most_requests + 1
         self._ints = torch.zeros(ints, dtype=torch.int32, device=device)
+        self._greedy = torch.zeros(4 * most_requests, dtype=torch.int64, device=device)
         self._longs = torch.zeros(4 * most_requests, dtype=torch.int64, device=device)
         # One more than can be in flight, so that a step is packed while others are.
         rings = [Staging(ints, 4 * most_requests, most_requests, device) for _ in range(self.depth + 2)]
@@ -121,11 +122,9 @@ class GraphRunner(Runner):
         """Runs the largest steps on padding, kernel by kernel, with their sampling."""
         for shape in {each.decodes: each for each in reversed(self._shapes.all)}.values():
             StepInputs.within(self._ints.zero_(), shape).owners.fill_(-1)
-            logits = self._forward(shape)
-            columns = self._longs.zero_()[: 4 * shape.requests].view(4, shape.requests)
-            kernels.sample(
-                logits, columns[0].double() + 1, columns[1], columns[2].double() + 0.5, columns[3]
-            )  # draws, with a cut
+            temperature, top_k, top_p, keys = _columns_of(self._longs, shape)
+            drawn_with_a_cut = temperature.fill_(1.0), top_k.fill_(40), top_p.fill_(0.5), keys.zero_()
+            kernels.sample_rows(self._forward(shape), *drawn_with_a_cut)
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
@@ -208,15 +207,20 @@ class GraphRunner(Runner):
 
     def _draw(self, logits: Tensor, shape: StepShape, chunks: Sequence[Chunk], staging: Staging) -> None:
         """Samples a token for each request, needed or not, into `latest` and the staging's results."""
-        if all(chunk.request.sampling.greedy for chunk in chunks):
-            token_ids = logits.argmax(-1)
-        else:
-            token_ids = kernels.sample(logits, *self._columns(shape, chunks, staging))
-        least, most = logits.aminmax(dim=-1)
-        usable = least.isfinite() & most.isfinite()
+        samplings = [chunk.request.sampling for chunk in chunks]
+        greedy = all(sampling.greedy for sampling in samplings)
+        columns = _columns_of(self._greedy, shape) if greedy else self._columns(shape, chunks, staging)
+        temperature, top_k, top_p, keys = columns
+        token_ids, bad = kernels.sample_rows(
+            logits,
+            temperature,
+            top_k if any(sampling.top_k for sampling in samplings) else None,
+            top_p if any(sampling.top_p < 1.0 for sampling in samplings) else None,
+            keys,
+        )
         slots = StepInputs.within(self._ints, shape).slots
         self._latest[slots.long()] = token_ids
-        staging.results[: shape.requests].copy_(torch.where(usable, token_ids, -1), non_blocking=True)
+        staging.results[: shape.requests].copy_(token_ids.masked_fill(bad, -1), non_blocking=True)
 
     def _columns(
         self, shape: StepShape, chunks: Sequence[Chunk], staging: Staging
@@ -233,9 +237,8 @@ class GraphRunner(Runner):
             torch.tensor([chunk.request.choice for chunk in chunks]),
             torch.tensor([chunk.end for chunk in chunks]),
         )
-        columns = self._longs[: 4 * shape.requests].view(4, shape.requests)
-        columns.copy_(on_host, non_blocking=True)
-        return columns[0].view(torch.float64), columns[1], columns[2].view(torch.float64), columns[3]
+        self._longs[: 4 * shape.requests].view(4, shape.requests).copy_(on_host, non_blocking=True)
+        return _columns_of(self._longs, shape)
 
     def _send_tables(self) -> None:
         changes = self._slots.take_changes()
@@ -262,6 +265,11 @@ class GraphRunner(Runner):
             self._known |= {chunk.request: next(sampled) for chunk in self._last.chunks if chunk.samples}
             self._last = None
         return super().launch(chunks, tick)
+
+
+def _columns_of(buffer: Tensor, shape: StepShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    temperature, top_k, top_p, keys = buffer[: 4 * shape.requests].view(4, shape.requests)
+    return temperature.view(torch.float64), top_k, top_p.view(torch.float64), keys
 
 
 def _nothing() -> None:
