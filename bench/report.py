@@ -108,7 +108,7 @@ class Report:
         return {
             "name": self.name,
             "ok": self.ok,
-            "commit": _commit(),
+            "commit": commit(),
             "seconds": round(time.monotonic() - self._started, 3),
             "machine": {"cores": cpu_count(), "kind": platform.machine(), "python": platform.python_version()},
             "rows": [asdict(row) for row in self._rows],
@@ -127,7 +127,8 @@ def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """What is checked out, None outside a repository."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
