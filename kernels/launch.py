@@ -1,5 +1,6 @@
 """What every Triton kernel shares: starting it, and conversions that are right on a GPU and interpreted alike."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         kernel[grid](*args, **options)
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether a kernel on this tensor's device may start while the one before it ends (from Hopper on).
+
+    One that does calls `wait_for_last` in every program before it reads what others write, or writes anything, and
+    before it ends: its own end then says that all before it have ended too.
+    """
+    return tensor.is_cuda and _compute_capability(tensor.device) >= (9, 0)
+
+
+@cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def upcast(tensor: Tensor) -> bool:
     """Whether kernels widen what they load from this tensor before they multiply it.
 
@@ -40,6 +55,28 @@ def upcast(tensor: Tensor) -> bool:
 def power_of_two(value: int, least: int = 1) -> int:
     """The smallest power of two that is at least both."""
     return max(least, 1 << (max(1, value) - 1).bit_length())
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr) -> None:
+    """The next kernel may start once all programs of this one have come here."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(OVERLAP: tl.constexpr) -> None:
+    """Until the kernel before this one has ended, and what it wrote can be read."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def fetch_ahead(at: tl.tensor) -> None:
+    """Brings the cache lines that these pointers lie in to the second cache, and waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

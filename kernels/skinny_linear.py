@@ -13,12 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.launch import INTERPRETED, launch, narrow, power_of_two, upcast
+from paceline.kernels.launch import (
+    INTERPRETED,
+    fetch_ahead,
+    launch,
+    narrow,
+    overlaps,
+    power_of_two,
+    start_next,
+    upcast,
+    wait_for_last,
+)
 
 MOST_ROWS = 144
 """Rows that the kernel takes: sixteen requests of nine tokens."""
 _FASTER_ROWS = 16  # up to here it is no slower than cuBLAS on an H200, measured in bfloat16 on an 8B model's shapes
 _PROGRAMS = 264  # two on each of an H200's 132 multiprocessors
+_LINE = tl.constexpr(64)  # two-byte elements of a cache line
 _FEWEST_STEPS = 4  # of a piece's loop, or joining costs more than sharing saves
 
 
@@ -65,14 +76,14 @@ def _sum_pieces(
     band: tl.tensor,
     wide: tl.tensor,
     row: tl.tensor,
-    SPLITS: tl.constexpr,
+    splits: tl.tensor,
     OUTPUTS: tl.constexpr,
 ) -> tl.tensor:
     """The pieces of a band, [OUTPUTS, row]: read past the first cache, which may hold what was there before."""
     output = tl.arange(0, OUTPUTS)
     at = first + output[:, None] * wide + row[None, :]
     acc = tl.load(piece + at, cache_modifier=".cg")
-    for split in range(1, SPLITS):
+    for split in range(1, splits):
         acc += tl.load(piece + at + split * band, cache_modifier=".cg")
     return acc
 
@@ -90,14 +101,17 @@ def _stream(
     inputs: tl.tensor,
     x_stride: tl.tensor,
     weight_stride: tl.tensor,
+    splits: tl.tensor,
     ROWS: tl.constexpr,
     TAIL: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     band = tl.program_id(0)
     split = tl.program_id(1)
@@ -108,10 +122,16 @@ def _stream(
     if TAIL > 0:
         tail_row = ROWS + tl.arange(0, TAIL)
         tail = tl.zeros([OUTPUTS, TAIL], tl.float32)
-    share = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    share = tl.cdiv(tl.cdiv(inputs, INPUTS), splits) * INPUTS
     end = tl.minimum(inputs, (split + 1) * share)
     known = (output < outputs)[:, None]
     weight_row = weight + output.to(tl.int64)[:, None] * weight_stride
+    if OVERLAP:
+        # Weights hang on no kernel before: the first of them are on their way while the last one ends.
+        line = split * share + tl.arange(0, AHEAD * INPUTS // _LINE) * _LINE
+        fetch_ahead(weight_row + tl.minimum(line, inputs - 1)[None, :])
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
     for first in range(split * share, end, INPUTS):
         column = first + tl.arange(0, INPUTS)
         inside = known if EVEN else known & (column < inputs)[None, :]
@@ -122,7 +142,7 @@ def _stream(
         if TAIL > 0:
             more = _load_rows(x, x_stride, tail_row, rows, column, inputs, EVEN, UPCAST)
             tail = tl.dot(w, more, tail, input_precision="ieee")
-    if SPLITS == 1:
+    if not SPLIT:
         _store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
         if TAIL > 0:
             _store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
@@ -130,17 +150,17 @@ def _stream(
 
     WIDE: tl.constexpr = ROWS + TAIL
     place = tl.arange(0, OUTPUTS)[:, None] * WIDE
-    first_piece = band * SPLITS * OUTPUTS * WIDE
+    first_piece = band * splits * OUTPUTS * WIDE
     own = pieces + first_piece + split * OUTPUTS * WIDE + place
     tl.store(own + row[None, :], acc)
     if TAIL > 0:
         tl.store(own + tail_row[None, :], tail)
     tl.debug_barrier()  # All of the program's threads have stored before the one that counts it in.
-    if tl.atomic_add(arrivals + band, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-        acc = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, row, SPLITS, OUTPUTS)
+    if tl.atomic_add(arrivals + band, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        acc = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, row, splits, OUTPUTS)
         _store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
         if TAIL > 0:
-            tail = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, tail_row, SPLITS, OUTPUTS)
+            tail = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, tail_row, splits, OUTPUTS)
             _store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
         tl.store(arrivals + band, 0)
 
@@ -156,6 +176,7 @@ class StreamShape:
     splits: int
     warps: int
     stages: int
+    ahead: int = 0  # steps of the loop whose weights are fetched ahead, where kernels overlap; 0: they do not
 
 
 def stream_shape(rows: int, outputs: int, inputs: int, element_bytes: int) -> StreamShape:
@@ -193,6 +214,7 @@ def stream_weights(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Stream
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     room = bands * shape.splits * shape.outputs * (shape.rows + shape.tail) if shape.splits > 1 else 1
     pieces = torch.empty(room, dtype=torch.float32, device=x.device)
+    overlap = shape.ahead > 0 and x.element_size() == 2 and overlaps(x)
     launch(
         _stream,
         (bands, shape.splits),
@@ -207,14 +229,18 @@ def stream_weights(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Stream
         inputs,
         x.stride(0),
         weight.stride(0),
+        shape.splits,
         ROWS=shape.rows,
         TAIL=shape.tail,
         OUTPUTS=shape.outputs,
         INPUTS=shape.inputs,
-        SPLITS=shape.splits,
+        SPLIT=shape.splits > 1,
         EVEN=inputs % shape.inputs == 0,
         HAS_BIAS=bias is not None,
         UPCAST=upcast(x),
+        AHEAD=shape.ahead,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

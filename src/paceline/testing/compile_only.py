@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from paceline import kernels
+from paceline.kernels import gemv
 from paceline.kernels.paged_plan import PagedPlan
 from paceline.kernels.skinny_linear import stream_shape, stream_weights
 
@@ -61,6 +62,10 @@ def _others(dtype: torch.dtype, head_dim: int) -> None:
     kernels.add_rms_norm(x, x.clone(), x[0], 1e-5)
     kernels.swiglu(x)
     kernels.geglu(x)
+    for rows_ in (1, 3):
+        for inputs in (100, 4096):
+            few = torch.zeros(rows_, inputs, dtype=dtype)
+            gemv.multiply(few, torch.zeros(200, inputs, dtype=dtype), None, gemv.GemvShape(4, 1024, 8))
     for rows_ in (1, 144):
         for inputs in (100, 4096):
             shape = stream_shape(rows_, 200, inputs, dtype.itemsize)

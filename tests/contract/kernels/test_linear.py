@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from paceline import kernels
+from paceline.kernels import gemv
+from paceline.kernels.gemv import GemvShape
 from paceline.testing.nearness import DTYPES, assert_near, cases
 
 SHAPES = {
@@ -37,6 +39,28 @@ def test_linear_is_that_of_float64(case: dict[str, Any], backend: kernels.Backen
         shape = stream_shape(rows, outputs, inputs, x.element_size())
         for _ in range(2):  # The second use finds what the first left of the counters that pieces share.
             assert_near(stream_weights(x, weight, bias, shape), wanted)
+
+
+@cases(
+    {
+        "dtype": DTYPES,
+        "rows": (1, 2, 3, 4),
+        "outputs": (1, 7, 64, 200),
+        "inputs": (8, 64, 130, 1100, 2048),
+        "bias": (False, True),
+        "shape": (GemvShape(1, 1024, 4), GemvShape(4, 256, 8), GemvShape(2, 4096, 4)),
+    }
+)
+def test_a_product_of_few_rows_is_that_of_float64(
+    case: dict[str, Any], triton_backend: None, device: torch.device
+) -> None:
+    dtype, rows, outputs, inputs, biased, shape = case.values()
+    source = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows + 1, inputs, generator=source).to(dtype).to(device)[:rows]
+    weight = (torch.randn(outputs, inputs, generator=source) / inputs**0.5).to(dtype).to(device)
+    bias = torch.randn(outputs, generator=source).to(dtype).to(device) if biased else None
+    wanted = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    assert_near(gemv.multiply(x, weight, bias, shape), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 9])
