@@ -49,6 +49,14 @@ class Answers:
         return [completion.token_ids for completion in self.completions]
 
 
+@dataclass(frozen=True)
+class Beams:
+    """What a beam search of transformers found, the best first."""
+
+    sequences: list[tuple[int, ...]]
+    scores: list[float]  # log-probability over length, by default
+
+
 def run(report: Report) -> None:
     """Asks all cases of both clusters, then of transformers, and compares."""
     settings = load(UpConfig, file=None, env=os.environ, flags={})
@@ -193,6 +201,28 @@ class Reference:
             pad_token_id=self._eos[0],
         )
         return tuple(found[0, len(prompt) :].tolist())
+
+    @torch.inference_mode()
+    def search(self, prompt: list[int], width: int, max_tokens: int) -> Beams:
+        """All beams of a beam search, each up to and with an end-of-sequence token, the best first."""
+        ids = torch.tensor([prompt])
+        found = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            do_sample=False,
+            eos_token_id=self._eos,
+            pad_token_id=self._eos[0],
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        sequences = []
+        for answer in found.sequences[:, len(prompt) :].tolist():
+            ends = [place for place, token in enumerate(answer) if token in self._eos]
+            sequences.append(tuple(answer[: ends[0] + 1] if ends else answer))
+        return Beams(sequences, found.sequences_scores.tolist())
 
     @torch.inference_mode()
     def gap(self, context: list[int]) -> str:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from paceline.protos import common_pb2 as paceline_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/protos/router.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/protos/common.proto\"\xad\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\t \x01(\tB\x08\n\x06promptB\x0b\n\t_priority\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x82\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0btoken_index\x18\x04 \x01(\r\x12(\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.paceline.v1.FinishH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.paceline.v1.TokenLogprobB\t\n\x07_finish\"\xe7\x02\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x16\n\tstop_text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.paceline.v1.Timings\x12\'\n\x08transfer\x18\x05 \x01(\x0b\x32\x15.paceline.v1.Transfer\x12.\n\x0eprefill_worker\x18\x06 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12-\n\rdecode_worker\x18\x07 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12(\n prompt_tokens_computed_on_decode\x18\x08 \x01(\r\x12\x10\n\x08\x61ttempts\x18\t \x01(\rB\x0c\n\n_stop_text\"(\n\x12RouterAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\x13RouterAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\x93\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06limits\x18\x02 \x01(\x0b\x32\x13.paceline.v1.Limits\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x04 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\"\x1c\n\x1aRouterGetServerInfoRequest\"F\n\x1bRouterGetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.paceline.v1.ServerInfo\"\x17\n\x15RouterGetLoadsRequest\"h\n\x16RouterGetLoadsResponse\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\r\x12.\n\x07workers\x18\x03 \x03(\x0b\x32\x1d.paceline.v1.RegisteredWorker\"\x9e\x01\n\x10RegisteredWorker\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.paceline.v1.WorkerInfo\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x30\n\rheartbeat_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"k\n\x0fRegisterRequest\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.paceline.v1.WorkerInfo\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"\x8c\x01\n\x10RegisterResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12 \n\x05peers\x18\x03 \x03(\x0b\x32\x11.paceline.v1.Peer\"m\n\x10HeartbeatRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"5\n\x11HeartbeatResponse\x12 \n\x05peers\x18\x01 \x03(\x0b\x32\x11.paceline.v1.Peer2\xc2\x04\n\x06Router\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12J\n\x05\x41\x62ort\x12\x1f.paceline.v1.RouterAbortRequest\x1a .paceline.v1.RouterAbortResponse\x12S\n\x0cGetModelInfo\x12 .paceline.v1.GetModelInfoRequest\x1a!.paceline.v1.GetModelInfoResponse\x12\x62\n\rGetServerInfo\x12\'.paceline.v1.RouterGetServerInfoRequest\x1a(.paceline.v1.RouterGetServerInfoResponse\x12S\n\x08GetLoads\x12\".paceline.v1.RouterGetLoadsRequest\x1a#.paceline.v1.RouterGetLoadsResponse\x12G\n\x08Register\x12\x1c.paceline.v1.RegisterRequest\x1a\x1d.paceline.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.paceline.v1.HeartbeatRequest\x1a\x1e.paceline.v1.HeartbeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/protos/router.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/protos/common.proto\"\xad\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\t \x01(\tB\x08\n\x06promptB\x0b\n\t_priority\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x82\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0btoken_index\x18\x04 \x01(\r\x12(\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.paceline.v1.FinishH\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.paceline.v1.TokenLogprobB\t\n\x07_finish\"\x9f\x03\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x16\n\tstop_text\x18\x03 \x01(\tH\x00\x88\x01\x01\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.paceline.v1.Timings\x12\'\n\x08transfer\x18\x05 \x01(\x0b\x32\x15.paceline.v1.Transfer\x12.\n\x0eprefill_worker\x18\x06 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12-\n\rdecode_worker\x18\x07 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12(\n prompt_tokens_computed_on_decode\x18\x08 \x01(\r\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\n \x01(\x01H\x01\x88\x01\x01\x42\x0c\n\n_stop_textB\x15\n\x13_cumulative_logprob\"(\n\x12RouterAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"$\n\x13RouterAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\x93\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06limits\x18\x02 \x01(\x0b\x32\x13.paceline.v1.Limits\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x04 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\"\x1c\n\x1aRouterGetServerInfoRequest\"F\n\x1bRouterGetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.paceline.v1.ServerInfo\"\x17\n\x15RouterGetLoadsRequest\"h\n\x16RouterGetLoadsResponse\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\r\x12.\n\x07workers\x18\x03 \x03(\x0b\x32\x1d.paceline.v1.RegisteredWorker\"\x9e\x01\n\x10RegisteredWorker\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.paceline.v1.WorkerInfo\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x30\n\rheartbeat_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"k\n\x0fRegisterRequest\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.paceline.v1.WorkerInfo\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"\x8c\x01\n\x10RegisterResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12 \n\x05peers\x18\x03 \x03(\x0b\x32\x11.paceline.v1.Peer\"m\n\x10HeartbeatRequest\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.paceline.v1.WorkerKey\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"5\n\x11HeartbeatResponse\x12 \n\x05peers\x18\x01 \x03(\x0b\x32\x11.paceline.v1.Peer2\xc2\x04\n\x06Router\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12J\n\x05\x41\x62ort\x12\x1f.paceline.v1.RouterAbortRequest\x1a .paceline.v1.RouterAbortResponse\x12S\n\x0cGetModelInfo\x12 .paceline.v1.GetModelInfoRequest\x1a!.paceline.v1.GetModelInfoResponse\x12\x62\n\rGetServerInfo\x12\'.paceline.v1.RouterGetServerInfoRequest\x1a(.paceline.v1.RouterGetServerInfoResponse\x12S\n\x08GetLoads\x12\".paceline.v1.RouterGetLoadsRequest\x1a#.paceline.v1.RouterGetLoadsResponse\x12G\n\x08Register\x12\x1c.paceline.v1.RegisterRequest\x1a\x1d.paceline.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.paceline.v1.HeartbeatRequest\x1a\x1e.paceline.v1.HeartbeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE']._serialized_start=535
   _globals['_GENERATERESPONSE']._serialized_end=793
   _globals['_FINISH']._serialized_start=796
-  _globals['_FINISH']._serialized_end=1155
-  _globals['_ROUTERABORTREQUEST']._serialized_start=1157
-  _globals['_ROUTERABORTREQUEST']._serialized_end=1197
-  _globals['_ROUTERABORTRESPONSE']._serialized_start=1199
-  _globals['_ROUTERABORTRESPONSE']._serialized_end=1235
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1237
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1258
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1261
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1408
-  _globals['_ROUTERGETSERVERINFOREQUEST']._serialized_start=1410
-  _globals['_ROUTERGETSERVERINFOREQUEST']._serialized_end=1438
-  _globals['_ROUTERGETSERVERINFORESPONSE']._serialized_start=1440
-  _globals['_ROUTERGETSERVERINFORESPONSE']._serialized_end=1510
-  _globals['_ROUTERGETLOADSREQUEST']._serialized_start=1512
-  _globals['_ROUTERGETLOADSREQUEST']._serialized_end=1535
-  _globals['_ROUTERGETLOADSRESPONSE']._serialized_start=1537
-  _globals['_ROUTERGETLOADSRESPONSE']._serialized_end=1641
-  _globals['_REGISTEREDWORKER']._serialized_start=1644
-  _globals['_REGISTEREDWORKER']._serialized_end=1802
-  _globals['_REGISTERREQUEST']._serialized_start=1804
-  _globals['_REGISTERREQUEST']._serialized_end=1911
-  _globals['_REGISTERRESPONSE']._serialized_start=1914
-  _globals['_REGISTERRESPONSE']._serialized_end=2054
-  _globals['_HEARTBEATREQUEST']._serialized_start=2056
-  _globals['_HEARTBEATREQUEST']._serialized_end=2165
-  _globals['_HEARTBEATRESPONSE']._serialized_start=2167
-  _globals['_HEARTBEATRESPONSE']._serialized_end=2220
-  _globals['_ROUTER']._serialized_start=2223
-  _globals['_ROUTER']._serialized_end=2801
+  _globals['_FINISH']._serialized_end=1211
+  _globals['_ROUTERABORTREQUEST']._serialized_start=1213
+  _globals['_ROUTERABORTREQUEST']._serialized_end=1253
+  _globals['_ROUTERABORTRESPONSE']._serialized_start=1255
+  _globals['_ROUTERABORTRESPONSE']._serialized_end=1291
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1293
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1314
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1317
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1464
+  _globals['_ROUTERGETSERVERINFOREQUEST']._serialized_start=1466
+  _globals['_ROUTERGETSERVERINFOREQUEST']._serialized_end=1494
+  _globals['_ROUTERGETSERVERINFORESPONSE']._serialized_start=1496
+  _globals['_ROUTERGETSERVERINFORESPONSE']._serialized_end=1566
+  _globals['_ROUTERGETLOADSREQUEST']._serialized_start=1568
+  _globals['_ROUTERGETLOADSREQUEST']._serialized_end=1591
+  _globals['_ROUTERGETLOADSRESPONSE']._serialized_start=1593
+  _globals['_ROUTERGETLOADSRESPONSE']._serialized_end=1697
+  _globals['_REGISTEREDWORKER']._serialized_start=1700
+  _globals['_REGISTEREDWORKER']._serialized_end=1858
+  _globals['_REGISTERREQUEST']._serialized_start=1860
+  _globals['_REGISTERREQUEST']._serialized_end=1967
+  _globals['_REGISTERRESPONSE']._serialized_start=1970
+  _globals['_REGISTERRESPONSE']._serialized_end=2110
+  _globals['_HEARTBEATREQUEST']._serialized_start=2112
+  _globals['_HEARTBEATREQUEST']._serialized_end=2221
+  _globals['_HEARTBEATRESPONSE']._serialized_start=2223
+  _globals['_HEARTBEATRESPONSE']._serialized_end=2276
+  _globals['_ROUTER']._serialized_start=2279
+  _globals['_ROUTER']._serialized_end=2857
 # @@protoc_insertion_point(module_scope)

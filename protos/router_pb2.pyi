@@ -73,7 +73,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_index: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "usage", "stop_text", "timings", "transfer", "prefill_worker", "decode_worker", "prompt_tokens_computed_on_decode", "attempts")
+    __slots__ = ("reason", "usage", "stop_text", "timings", "transfer", "prefill_worker", "decode_worker", "prompt_tokens_computed_on_decode", "attempts", "cumulative_logprob")
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class Finish(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_COMPUTED_ON_DECODE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     usage: _common_pb2.Usage
     stop_text: str
@@ -92,7 +93,8 @@ class Finish(_message.Message):
     decode_worker: _common_pb2.WorkerKey
     prompt_tokens_computed_on_decode: int
     attempts: int
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., stop_text: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., prefill_worker: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., decode_worker: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., prompt_tokens_computed_on_decode: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., stop_text: _Optional[str] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., transfer: _Optional[_Union[_common_pb2.Transfer, _Mapping]] = ..., prefill_worker: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., decode_worker: _Optional[_Union[_common_pb2.WorkerKey, _Mapping]] = ..., prompt_tokens_computed_on_decode: _Optional[int] = ..., attempts: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class RouterAbortRequest(_message.Message):
     __slots__ = ("request_id",)

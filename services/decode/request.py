@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from paceline.engine.block_pool import BlockLease
 from paceline.errors import PacelineError
 from paceline.prefix import BlockHash
+from paceline.services.decode.beams import LiveSearch
 from paceline.services.decode.choices import Choice
 from paceline.types import BLOCK_TOKENS, FinishReason, SamplingParams, blocks_for
 
@@ -23,6 +24,7 @@ class LiveRequest:
     """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
     blocks behind it are the reservation's, until the engine gets both as one lease."""
     held_blocks: int = 0
+    search: LiveSearch | None = None  # once its beams are the engine's
     given: BlockLease | None = None  # the lease, once the engine has it
     choices: list[Choice] = field(default_factory=list)
     local: bool = False  # the prompt is computed here
@@ -45,7 +47,7 @@ class LiveRequest:
     def prompt_alone(self) -> bool:
         """Several choices are to share the prompt, and what runs, if anything does, is that prompt. Its blocks are
         held past its end."""
-        return len(self.choices) > 1 and self.told == 0
+        return len(self.choices) > 1 and self.told == 0 and self.sampling.beam_width is None
 
     @property
     def stored_tokens(self) -> int:

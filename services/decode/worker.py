@@ -103,7 +103,6 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             host.ready.eos_token_ids,
             tell=self._tell_front,
             feed=self._feed,
-            reject=self._reject,
         )
         self._reservations: Reservations[BlockLease] = Reservations(
             pool_blocks=host.engine.pool.total,
@@ -382,16 +381,11 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             self._reject(land.reservation, land.blocks, error)
             return
         lease = request.joined(land.blocks)
-        if request.sampling.n > 1:
-            self._choices.start(land.reservation, lease, land.first_tokens, land.first_logprobs)
-            return
         try:
-            self._choices.run(land.reservation, 0, lease, computed=len(request.prompt), output=land.first_tokens)
+            self._choices.landed(land.reservation, lease, land.first_tokens, land.first_logprobs)
         except EngineError as error:
-            # The prefill worker sent what cannot be: no first token, or one that ends the request.
+            # The prefill worker sent what cannot be: no first token, say, or one that ends the request.
             self._reject(land.reservation, lease, error)
-            return
-        self._choices.tell_tokens(land.reservation, 0, land.first_tokens, land.first_logprobs)
 
     def _prefill_here(self, start: StartLocalPrefill[BlockLease]) -> None:
         if not self._may_prefill:
@@ -399,7 +393,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         request = self._requests[start.reservation]
         request.local = True
-        self._choices.run(start.reservation, 0, request.joined(start.blocks), fanout=request.sampling.n)
+        self._choices.compute(start.reservation, request.joined(start.blocks))
 
     def _reject(self, reservation: ReservationId, blocks: BlockLease, error: PacelineError) -> None:
         blocks.release()

@@ -12,6 +12,7 @@ import time
 from typing import Final
 
 from paceline.config import PrefillConfig
+from paceline.engine.beams import proposing
 from paceline.engine.request import Progress, StepOutput
 from paceline.errors import InvalidRequest, Overloaded, PacelineError, TransferFailed
 from paceline.kvtransfer.agent import AgentEvents
@@ -51,6 +52,7 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         super().__init__(host, link)
         self._capacity = config.step_requests + config.max_waiting
         self._block_bytes = host.engine.runner.block_bytes
+        self._eos_token_ids = host.ready.eos_token_ids
         self._handoffs: dict[Attempt, Handoff] = {}
         self._by_request: dict[RequestId, Handoff] = {}
         self._stopping: dict[Attempt, list[int]] = {}  # the abort calls that wait for an attempt's end
@@ -105,14 +107,16 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
                 retry_after_s=0.5,
             )
         handoff = Handoff(attempt, len(command.prompt), lease, release=lambda: self.engine.release(handoff.request_id))
+        beams = command.sampling.beam_width is not None  # then the decode worker chooses the first tokens
         self.engine.add(
             handoff.request_id,
             command.prompt,
-            command.sampling,
+            proposing(command.sampling, self._eos_token_ids) if beams else command.sampling,
             lease=lease,
             hold=True,
             stop_after=1,
-            fanout=command.sampling.n,
+            fanout=1 if beams else command.sampling.n,
+            proposes=beams,
             priority=command.priority,
             root=root,
         )

@@ -33,6 +33,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reason: FinishReason
     usage: Usage
     stop_text: str | None = None
+    cumulative_logprob: float | None = None  # of the last choice, where log-probabilities were asked for
     queued_s: float = 0.0
     prefill_s: float = 0.0
     first_token_s: float = 0.0
@@ -51,6 +52,7 @@ class ChoiceEnd(msgspec.Struct, frozen=True, kw_only=True):
     stop_text: str | None
     tokens: int
     text: str = ""  # that was held back
+    cumulative_logprob: float | None = None  # the sum of its tokens', where they were asked for
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +84,8 @@ class Answer:
         self._tokens: list[int] = []
         self._early: dict[int, int] = {}
         self.stop_text: str | None = None
+        self.cumulative_logprob: float | None = None
+        """The sum of the tokens' log-probabilities, where they were asked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +114,8 @@ class Answer:
             return None
         new = range(start, self.num_tokens)
         found = tuple(self._logprobs.pop(position) for position in new if position in self._logprobs)
+        if found:
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(each.logprob for each in found)
         return Piece(text=text, token_ids=tuple(self._tokens[start:]), index=start, logprobs=found)
 
     def end(self, *, completion_tokens: int | None = None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from paceline.services.router.answer import ChoiceEnd, Piece
 from paceline.services.router.calls import ChoiceFinished, NewTokens
 from paceline.services.router.choices import Choices, Heard
@@ -36,6 +38,11 @@ class BestOf:
         """Why the last of the best ended."""
         return self._final.reason if self._ranked else None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the last of the best, where they were asked for."""
+        return self._final.cumulative_logprob if self._ranked and self._best.show_logprobs else None
+
     def take(self, said: NewTokens | ChoiceFinished) -> tuple[list[Piece], Heard]:
         """As `Choices.take`; every piece comes with the last word."""
         pieces, heard = self._all.take(said)
@@ -63,6 +70,8 @@ class BestOf:
 
     def _whole(self, rank: int, choice: int) -> Piece:
         pieces, end = self._pieces.get(choice, []), self._all.ends[choice]
+        if not self._best.show_logprobs:
+            end = msgspec.structs.replace(end, cumulative_logprob=None)
         logprobs = tuple(each for piece in pieces for each in piece.logprobs)
         return Piece(
             text="".join(piece.text for piece in pieces) + end.text,

@@ -41,6 +41,10 @@ class Answers(Protocol):
     def last_reason(self) -> FinishReason | None:
         """Why the last choice ended, where that is known here."""
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the last choice's log-probabilities, where they were asked for."""
+
     def take(self, said: NewTokens | ChoiceFinished) -> tuple[list[Piece], Heard]:
         """What is new for the client, and what became of the choice."""
 
@@ -77,6 +81,11 @@ class Choices:
         """Why the last choice ended, where that is known here."""
         end = self.ends.get(self._last)
         return None if end is None else end.reason
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the last choice's log-probabilities, where they were asked for."""
+        return self._answers[self._last].cumulative_logprob
 
     def take(self, said: NewTokens | ChoiceFinished) -> tuple[list[Piece], Heard]:
         """What is new for the client. Raises as `Answer.add` does, and EngineError for a choice nobody asked for."""
@@ -122,7 +131,13 @@ class Choices:
         answer = self._answers[choice]
         text = answer.end(completion_tokens=completion_tokens)
         reason = reason if answer.stop_text is None else FinishReason.STOP
-        end = ChoiceEnd(reason=reason, stop_text=answer.stop_text, tokens=answer.num_tokens, text=text)
+        end = ChoiceEnd(
+            reason=reason,
+            stop_text=answer.stop_text,
+            tokens=answer.num_tokens,
+            text=text,
+            cumulative_logprob=answer.cumulative_logprob,
+        )
         self.ends[choice] = end
         self._last = choice
         if len(self.ends) == len(self._answers):

@@ -238,6 +238,7 @@ def end_to_proto(end: ChoiceEnd) -> router_pb2.Finish:
         reason=wire.finish_to_proto(end.reason),
         usage=common_pb2.Usage(completion_tokens=end.tokens),
         stop_text=end.stop_text,
+        cumulative_logprob=end.cumulative_logprob,
     )
 
 
@@ -253,6 +254,7 @@ def summary_to_proto(summary: Summary) -> router_pb2.Finish:
             cached_tokens=summary.usage.cached_tokens,
         ),
         stop_text=summary.stop_text,
+        cumulative_logprob=summary.cumulative_logprob,
         timings=common_pb2.Timings(
             queued=wire.duration(summary.queued_s),
             prefill=wire.duration(summary.prefill_s),

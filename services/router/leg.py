@@ -63,7 +63,7 @@ from paceline.services.router.events import (
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.placement import Ask, LocalPrefill
 from paceline.services.router.registry import Claim
-from paceline.types import FinishReason, WorkerKey
+from paceline.types import FinishReason, SamplingParams, WorkerKey
 
 _log = get_logger(__name__)
 
@@ -213,7 +213,7 @@ class Leg:
         self._record.note(reply)
         self._fleet.report(self._prefill.key, reply.load)
         self._end_prefill()
-        for said in _first_words(reply, self._job.sampling.n):
+        for said in _first_words(reply, self._job.sampling):
             if (stopped := self._on_said(said)) is not None:
                 return stopped
         if reply.finish is None:
@@ -341,7 +341,7 @@ class Leg:
             event = self._inbox.get_nowait()
             if isinstance(event, PrefillReplied) and event.attempt == self._attempt:
                 self._record.note(event.reply)
-                for said in _first_words(event.reply, self._job.sampling.n):
+                for said in _first_words(event.reply, self._job.sampling):
                     self._deliver(said)
 
     async def _stop(self) -> None:
@@ -394,10 +394,13 @@ class Leg:
             self._inbox.put_nowait(RetargetFailed(error))
 
 
-def _first_words(reply: PrefillReply, choices: int) -> Iterator[NewTokens | ChoiceFinished]:
+def _first_words(reply: PrefillReply, sampling: SamplingParams) -> Iterator[NewTokens | ChoiceFinished]:
     """A prefill worker's reply as a decode worker would say it."""
     scores = reply.prompt_logprobs
-    if choices == 1:
+    if sampling.beam_width is not None:
+        yield NewTokens(index=0, ids=(), prompt_logprobs=scores)  # its tokens are for the decode worker to choose among
+        return
+    if sampling.n == 1:
         yield NewTokens(index=0, ids=reply.tokens, logprobs=reply.logprobs, prompt_logprobs=scores)
         return
     for choice, token in enumerate(reply.tokens):

@@ -51,6 +51,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     cache_salt: str = ""
 
+    @property
+    def comes_at_once(self) -> bool:
+        """True where no token is known to be in the answer before the last one is."""
+        return self.best is not None or self.sampling.beam_width is not None
+
 
 class PromptReader:
     """Reads requests for one model. Close it once."""
@@ -96,6 +101,10 @@ class PromptReader:
             )
         sampling = wire.sampling_from_proto(message.sampling, seed=secrets.randbits(64))
         sampling = sampling.validated(vocab_size=limits.vocab_size)
+        if stop and sampling.beam_width is not None:
+            raise InvalidRequest(
+                "stop", f"{quote(stop[0])} cannot be had with beam_width: beams have no text; stop_token_ids end them"
+            )
         prompt = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._read_prompt, message, sampling.max_tokens, limits
         )

@@ -92,8 +92,8 @@ class Relay:
         self._ask = Ask(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
         self._outbox = Outbox(
             write,
-            # The best choices leave at once, which says nothing of how fast the client reads.
-            max_tokens=means.max_unacked_tokens if request.best is None else _UNLIMITED,
+            # What leaves at once, at the end, says nothing of how fast the client reads.
+            max_tokens=_UNLIMITED if request.comes_at_once else means.max_unacked_tokens,
             on_stuck=self.interrupt,
             write_timeout_s=means.write_timeout_s,
         )
@@ -284,6 +284,7 @@ class Relay:
                 cached_tokens=record.cached_tokens if decode is None or record.prefill_worker else decode.cached_tokens,
             ),
             stop_text=answer.stop_text,
+            cumulative_logprob=answer.cumulative_logprob,
             queued_s=reserved_at - self._arrived,
             prefill_s=record.prefill_s or 0.0,
             first_token_s=self._first_token_s or 0.0,

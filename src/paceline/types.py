@@ -26,6 +26,12 @@ MAX_BIASES = 1_024
 MAX_CHOICES = 32
 """Most choices of one request."""
 
+MAX_BEAMS = 32
+"""Most beams of one request."""
+
+MAX_LENGTH_PENALTY = 10.0
+"""Greatest length_penalty, and as a negative number the least."""
+
 MAX_LOGPROBS = 20
 """Most tokens whose log-probabilities are reported beside a chosen one's."""
 
@@ -79,6 +85,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0  # of tokens in the output, for each time
     n: int = 1  # choices, each an answer of its own
     best_of: int | None = None  # choices of which the n of the highest mean log-probability are answered
+    beam_width: int | None = None  # beams of a search, whose n best are answered; None: tokens are drawn
+    length_penalty: float = 1.0  # a finished beam's log-probability is divided by its length to this power
+    early_stopping: bool = False  # a search ends with its beam_width-th finished beam, whatever could become of others
     prompt_logprobs: int | None = None  # the same as `logprobs` for the prompt's tokens
     logprobs: int | None = None  # most likely tokens to report beside each chosen one; None: nothing is reported
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once; BANNED excludes
@@ -102,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("seed", f"{self.seed} does not fit in 64 bits")
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size=vocab_size)
         self._check_shaping(vocab_size)
+        self._check_beams(vocab_size)
         return self
 
     def _check_shaping(self, vocab_size: int) -> None:
@@ -130,6 +140,46 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             banned.update(self.stop_token_ids)
         if len(banned) >= vocab_size:
             raise InvalidRequest("logit_bias", f"all of the {vocab_size} tokens are excluded")
+
+    def _check_beams(self, vocab_size: int) -> None:
+        """The part of `validated` that concerns beam search, which draws nothing and goes by the model alone."""
+        _check_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if self.beam_width is None:
+            for field, given in (
+                ("length_penalty", self.length_penalty != 1.0),
+                ("early_stopping", self.early_stopping),
+            ):
+                if given:
+                    raise InvalidRequest(
+                        field, f"{getattr(self, field)} is for beam search alone, which wants beam_width"
+                    )
+            return
+        if not self.n <= self.beam_width <= MAX_BEAMS:
+            raise InvalidRequest("beam_width", f"{self.beam_width} is not from n {self.n} to {MAX_BEAMS}")
+        if self.beam_width + len(self.stop_token_ids) > vocab_size:
+            raise InvalidRequest(
+                "beam_width",
+                f"{self.beam_width} beams and {len(self.stop_token_ids)} stop_token_ids are more than the "
+                f"{vocab_size} tokens of the vocabulary",
+            )
+        for field in _NOT_WITH_BEAMS:
+            value, neutral = getattr(self, field), _NOT_WITH_BEAMS[field]
+            if value != neutral:
+                raise InvalidRequest(field, f"{value} cannot be had with beam_width, which takes {neutral} alone")
+
+
+_NOT_WITH_BEAMS = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "best_of": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+}
+"""What a beam search can't have, and the value that asks for nothing."""
 
 
 def _check_range(field: str, value: float, least: float, most: float, where: str = "") -> None:

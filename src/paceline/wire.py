@@ -242,6 +242,9 @@ _OPTIONAL: Final = (
     "frequency_penalty",
     "n",
     "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
     "logprobs",
     "prompt_logprobs",
 )
@@ -249,10 +252,14 @@ _OPTIONAL: Final = (
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams, *, seed: int) -> types.SamplingParams:
-    """Sampling parameters off the wire, not yet validated; `seed` is used where the message has none."""
+    """Sampling parameters off the wire, not yet validated; `seed` is used where the message has none.
+
+    A beam search draws nothing, and so needs no word of temperature.
+    """
+    defaults = {"seed": seed, **({"temperature": 0.0} if message.HasField("beam_width") else {})}
     asked = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     return types.SamplingParams(
-        **{"seed": seed, **asked},
+        **{**defaults, **asked},
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logit_bias=tuple(sorted(message.logit_bias.items())),

@@ -137,6 +137,13 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--stop-token-ids", type=ask.token_ids, metavar="A,B", help="token ids that end the answer")
     group.add_argument("--n", type=int, metavar="N", help="choices, each an answer of its own")
     group.add_argument("--best-of", type=int, metavar="N", help="choices to generate, of which the --n best are shown")
+    group.add_argument("--beam-width", type=int, metavar="K", help="search this many beams; the --n best are shown")
+    group.add_argument(
+        "--length-penalty", type=float, metavar="X", help="power of a beam's length that its score is divided by"
+    )
+    group.add_argument(
+        "--early-stopping", action="store_true", default=None, help="end a search with its K-th finished beam"
+    )
     group.add_argument("--logprobs", type=int, metavar="K", help="print each token's log-probability, and the K best")
     group.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after an end-of-sequence token")

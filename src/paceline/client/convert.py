@@ -188,6 +188,7 @@ def _finish(message: router_pb2.Finish) -> types.Finish:
         prefill_worker=wire.key_from_proto(message.prefill_worker) if message.HasField("prefill_worker") else None,
         decode_worker=wire.key_from_proto(message.decode_worker) if message.HasField("decode_worker") else None,
         stop_text=message.stop_text if message.HasField("stop_text") else None,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
         prompt_tokens_computed_on_decode=message.prompt_tokens_computed_on_decode,
         attempts=message.attempts,
     )
@@ -242,6 +243,7 @@ def _choice(chunks: Sequence[types.Chunk]) -> types.Choice:
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         reason=finish.reason,
         stop_text=finish.stop_text,
+        cumulative_logprob=finish.cumulative_logprob,
         logprobs=tuple(each for chunk in chunks for each in chunk.logprobs),
     )
 

@@ -37,6 +37,9 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     n: int | None
     best_of: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | None
     logprobs: int | None
     prompt_logprobs: int | None
 
@@ -72,6 +75,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: WorkerKey | None
     decode_worker: WorkerKey | None
     stop_text: str | None = None
+    cumulative_logprob: float | None = None  # the sum of the choice's tokens', where logprobs were asked for
     prompt_tokens_computed_on_decode: int = 0
     attempts: int = 0
 
@@ -97,6 +101,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reason: FinishReason
     stop_text: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    cumulative_logprob: float | None = None  # the sum of them
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

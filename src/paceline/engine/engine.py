@@ -190,6 +190,7 @@ class Engine:
         choice: int = 0,
         fanout: int = 1,
         counts: bool = True,
+        proposes: bool = False,
     ) -> None:
         """Takes a validated request, and from now on owns its lease.
 
@@ -198,14 +199,16 @@ class Engine:
         `hold` its blocks are kept past its end, be it an abort, until `release`: its lease has all that it needs, and
         it is never preempted. Its blocks are cached under `root`, if any. `choice` keys its draws, as one of parallel
         samples; with `fanout`, which wants `hold` and `stop_after=1`, its one step of sampling draws the first token of
-        each of so many choices. One that does not `counts` is a part of another for the cache's statistics. Raises
+        each of so many choices. One that does not `counts` is a part of another for the cache's statistics. One that
+        `proposes` draws nothing: it tells its `sampling.logprobs` likeliest next tokens and waits, with its blocks, for
+        `extend`, or ends there where it holds; where all of its tokens are computed, they were told elsewhere. Raises
         `EngineError` for a request that contradicts itself: a fault of the caller.
         """
         computed = max(computed, lease.shared * BLOCK_TOKENS)
         request = EngineRequest(
             request_id, [*prompt, *output], len(prompt), sampling, lease, computed, hold, stop_after
         )
-        request.choice, request.fanout = choice, fanout
+        request.choice, request.fanout, request.proposes = choice, fanout, proposes
         request.shaping = Shaping.of(sampling, prompt, self._eos_token_ids)
         request.scores = [] if sampling.prompt_logprobs is not None and computed == 0 else None
         request.priority = priority
@@ -217,6 +220,30 @@ class Engine:
         request.counted = not counts
         self._check(request)
         self._scheduler.add(request)
+
+    def extend(self, request_id: RequestId, token_id: int) -> None:
+        """Tells a request that has proposed its next token, with which it goes on. Raises `EngineError` for another."""
+        self._scheduler.go_on(self._proposer(request_id), token_id)
+        self.stats.output_tokens += 1
+
+    def branch(self, request_id: RequestId, branch_id: RequestId, token_id: int) -> None:
+        """Starts a request that goes on by another token from where one has proposed, over the same full blocks.
+
+        It has the other's rank. Where there is no block for its last one, it is computed again like one that was
+        preempted. Raises `EngineError` as `extend` does.
+        """
+        parent = self._proposer(request_id)
+        lease = self.pool.lease(0) if parent.preempted else self.fork(parent.lease, parent.computed)
+        if not lease.blocks:
+            lease.release()
+        self._scheduler.enter(parent.branched(branch_id, token_id, lease))
+        self.stats.output_tokens += 1
+
+    def _proposer(self, request_id: RequestId) -> EngineRequest:
+        request = self._scheduler.parked(request_id)
+        if request is None:
+            raise EngineError(f"request {request_id} has proposed nothing")
+        return request
 
     def abort(self, request_id: RequestId) -> bool:
         """Ends a request between two steps; no more is heard of it.
@@ -274,13 +301,14 @@ class Engine:
         retired = None
         if self._flights and self._flights[0].goes_alone:
             retired = self._retire(tick)
-        self._memory.resume()
+        gave_way = self._memory.resume()
         self._memory.look_again()
         batch = self._scheduler.next_batch()
         if self._flights and not self._memory.has_room(batch):
             retired = self._retire(tick)
             batch = self._scheduler.next_batch()
         batch, preempted = self._memory.make_room(batch)
+        preempted = gave_way + preempted
         self.stats.preemptions = self._memory.preemptions
         if batch:
             self._launch(batch, tick)
@@ -321,7 +349,7 @@ class Engine:
         request, stats = chunk.request, self.stats
         stats.prompt_tokens_computed += max(0, min(chunk.end, request.num_prompt) - max(chunk.start, reached))
         stats.tokens_recomputed += max(0, min(chunk.end, reached) - chunk.start)
-        stats.output_tokens += len(done.token_ids)
+        stats.output_tokens += 0 if request.proposes else len(done.token_ids)  # those proposed are counted once chosen
         if done.token_ids:
             self._memory.publish(request)
             if not request.counted:
@@ -356,12 +384,15 @@ class Engine:
         needed = at_end if request.hold else blocks_for(request.computed)
         if self._scheduler.knows(request.request_id) or request.request_id in self._held:
             raise EngineError(f"{name} is here already")
-        if not 0 <= request.computed < len(request.tokens) or request.num_prompt == 0:
+        known = request.proposes and not request.hold and request.computed == len(request.tokens)
+        if not (0 <= request.computed < len(request.tokens) or known) or request.num_prompt == 0:
             raise EngineError(
                 f"{name} has {request.computed} of {len(request.tokens)} tokens computed: nothing to sample from"
             )
         if request.fanout > 1 and not (request.hold and request.stop_after == 1 and request.num_output == 0):
             raise EngineError(f"{name} fans out to {request.fanout} choices and doesn't end there")
+        if request.proposes and (request.sampling.logprobs is None or request.hold != (request.stop_after == 1)):
+            raise EngineError(f"{name} proposes an unknown number of tokens, or neither holds nor goes on")
         if request.num_output and (self._scheduler.finish_reason(request) or request.num_output >= last_output):
             raise EngineError(f"{name} has ended with the output it came with")
         if len(request.lease) < needed:

@@ -31,7 +31,7 @@ class Memory:
     @property
     def starving(self) -> bool:
         """True while somebody in hand has no block to go on with: nobody new may take one."""
-        return self._stalled or bool(self._scheduler.preempted)
+        return self._stalled or self._scheduler.deprived
 
     @property
     def stuck(self) -> bool:
@@ -53,18 +53,27 @@ class Memory:
         alone = not len(self._scheduler) and not self._pool.expected
         return self._lease(prompt, root, upfront, total, alone=alone)
 
-    def resume(self) -> None:
-        """Gives blocks to those that were preempted, the first in rank first, and to none before it."""
+    def resume(self) -> tuple[RequestId, ...]:
+        """Gives blocks to those that were preempted, the first in rank first, and to none before it.
+
+        Who has proposed and waits for others gives way where nothing else would ever be computed: its own blocks serve
+        nobody before those others have got theirs. The names of those who did.
+        """
+        gave_way: list[RequestId] = []
         while self._scheduler.preempted:
             request = self._scheduler.preempted[0]
             upfront = blocks_for(len(request.tokens))
             total = max(upfront, blocks_for(request.stored_at_end))
             alone = not self._scheduler.running
             lease = self._lease(request.tokens, request.root, upfront, total, alone=alone)
-            if lease is None:
-                return
-            request.begin(lease)
-            self._scheduler.resume(request)
+            if lease is not None:
+                request.begin(lease)
+                self._scheduler.resume(request)
+            elif self._scheduler.computes or (victim := self._scheduler.victim) is None:
+                break
+            else:
+                self._preempt(victim, gave_way)
+        return tuple(gave_way)
 
     def look_again(self) -> None:
         """Lets prompts that wait to be computed have what became findable since they came."""
@@ -105,7 +114,8 @@ class Memory:
                 self._stalled = True
         fitting = [chunk for chunk in batch if not chunk.request.preempted and chunk.request not in without]
         assert all(map(self._writable, fitting)), "a block that others can find or hold is never written"
-        self._stuck = None if fitting else self._situation
+        # Where somebody gave way, another may go on with that.
+        self._stuck = None if fitting or preempted else self._situation
         return fitting, tuple(preempted)
 
     def publish(self, request: EngineRequest) -> None:
@@ -146,13 +156,16 @@ class Memory:
             victim = self._scheduler.victim
             if victim is None or (victim is request and self._scheduler.running == 1):
                 return False
-            victim.lose_blocks()
-            self._scheduler.preempt(victim)
-            self.preemptions += 1
-            preempted.append(victim.request_id)
+            self._preempt(victim, preempted)
             if victim is request:
                 return False
         return True
+
+    def _preempt(self, victim: EngineRequest, preempted: list[RequestId]) -> None:
+        victim.lose_blocks()
+        self._scheduler.preempt(victim)
+        self.preemptions += 1
+        preempted.append(victim.request_id)
 
     def _writable(self, chunk: Chunk) -> bool:
         first = chunk.start // BLOCK_TOKENS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.engine.block_pool import BlockLease
 from paceline.engine.logits import Shaping
@@ -42,6 +42,7 @@ class EngineRequest:
     counted: bool = False  # the cache's statistics have it
     choice: int = 0  # which of its caller's parallel samples
     fanout: int = 1  # choices whose first tokens its prompt's end gives; over 1 only where it ends with them
+    proposes: bool = False  # tells its likeliest next tokens, and waits to be told which it is, in place of a draw
     shaping: Shaping | None = None  # what it asks of its logits
     scores: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on; None: not asked for
     ahead: int = 0  # tokens that the steps in flight compute
@@ -107,6 +108,22 @@ class EngineRequest:
         self.published = lease.shared
         self.computed = lease.shared * BLOCK_TOKENS
 
+    def branched(self, request_id: RequestId, token_id: int, lease: BlockLease) -> EngineRequest:
+        """One that goes on from here by another token. `lease` is a fork of this one's, or released: then it is to be
+        computed from its beginning.
+        """
+        return replace(
+            self,
+            request_id=request_id,
+            tokens=[*self.tokens, token_id],
+            lease=lease,
+            computed=0 if lease.released else self.computed,
+            hashes=list(self.hashes),
+            published=lease.shared,
+            scores=None,
+            counted=True,
+        )
+
     @property
     def num_output(self) -> int:
         """Tokens sampled so far, here or elsewhere."""
@@ -161,7 +178,7 @@ class Progress:
     """What a step did for one request."""
 
     request_id: RequestId
-    token_ids: tuple[int, ...]  # sampled in this step; of a fan-out the first of each choice
+    token_ids: tuple[int, ...]  # sampled in this step; of a fan-out the first of each choice; or the ones proposed
     computed: int  # tokens, from the prompt's first, whose KV is stored now
     ended: bool  # the engine is done with it
     finish_reason: FinishReason | None = None  # None with `ended`: `stop_after` cut it, and it goes on elsewhere

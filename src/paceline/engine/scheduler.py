@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from paceline.engine.finish import finish_reason
 from paceline.engine.request import Chunk, EngineRequest, Progress, Sampled
 from paceline.errors import NumericalError
-from paceline.types import FinishReason, RequestId
+from paceline.types import FinishReason, RequestId, TokenLogprob
 
 DEFAULT_TOKEN_BUDGET = 512
 """Tokens a step computes at most: what one decode step may be delayed by, against how well the products are filled."""
@@ -42,23 +42,34 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[RequestId, EngineRequest] = {}  # in order of service
         self._preempted: list[EngineRequest] = []  # the first in rank in front
+        self._parked: dict[RequestId, EngineRequest] = {}  # have proposed their next tokens
         self._arrivals = itertools.count(1)
         self.changes = 0
         """How often requests came, went, or changed sides."""
 
     def __len__(self) -> int:
-        """Requests with work left, preempted ones included."""
-        return len(self._requests) + len(self._preempted)
+        """Requests that have not ended, whether they have blocks or not."""
+        return len(self._requests) + len(self._preempted) + len(self._parked)
 
     @property
     def requests(self) -> Iterable[EngineRequest]:
-        """Those with work left and blocks, the next to be served first."""
-        return self._requests.values()
+        """Those with blocks, the next to be served first."""
+        return itertools.chain(self._requests.values(), self._parked_with_blocks)
 
     @property
     def running(self) -> int:
-        """Requests with work left and blocks."""
-        return len(self._requests)
+        """Requests with blocks."""
+        return len(self._requests) + sum(1 for _ in self._parked_with_blocks)
+
+    @property
+    def computes(self) -> bool:
+        """True while one with blocks has something to compute."""
+        return bool(self._requests)
+
+    @property
+    def deprived(self) -> bool:
+        """True while somebody's blocks are taken away."""
+        return bool(self._preempted) or any(request.preempted for request in self._parked.values())
 
     @property
     def preempted(self) -> Sequence[EngineRequest]:
@@ -68,23 +79,43 @@ class Scheduler:
     @property
     def victim(self) -> EngineRequest | None:
         """Who is preempted next: of the lowest priority the latest. Never one whose blocks others may be reading."""
-        able = (request for request in self._requests.values() if not request.hold)
-        return max(able, key=lambda request: request.rank, default=None)
+        able = (request for request in self.requests if not request.hold)
+        # Of one rank, who waits for others is better spared than who is waited for.
+        return max(able, key=lambda request: (request.rank, request.request_id in self._parked), default=None)
 
     def knows(self, request_id: RequestId) -> bool:
-        """True while the request has work left."""
-        return request_id in self._requests or any(each.request_id == request_id for each in self._preempted)
+        """True while the request has not ended."""
+        found = request_id in self._requests or request_id in self._parked
+        return found or any(each.request_id == request_id for each in self._preempted)
 
     def add(self, request: EngineRequest) -> None:
-        """Takes a request in, behind the others."""
+        """Takes a request in, behind the others. One with nothing to compute has proposed its next tokens elsewhere."""
         request.arrival = next(self._arrivals)
-        self._requests[request.request_id] = request
+        (self._requests if request.remaining else self._parked)[request.request_id] = request
+        self.changes += 1
+
+    def parked(self, request_id: RequestId) -> EngineRequest | None:
+        """The request, where it has proposed its next tokens and waits to be told which it is."""
+        return self._parked.get(request_id)
+
+    def go_on(self, request: EngineRequest, token_id: int) -> None:
+        """Tells a parked request its next token."""
+        del self._parked[request.request_id]
+        request.tokens.append(token_id)
+        self.enter(request)
+
+    def enter(self, request: EngineRequest) -> None:
+        """Takes a request in at the place that its rank has, with those preempted where it has no blocks."""
+        if request.preempted:
+            insort(self._preempted, request, key=lambda each: each.rank)
+        else:
+            self._requests[request.request_id] = request
         self.changes += 1
 
     def remove(self, request_id: RequestId) -> EngineRequest | None:
         """Gives a request up, or None if it is not here. What steps in flight do for it means nothing any more."""
         self.changes += 1
-        request = self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None) or self._parked.pop(request_id, None)
         if request is None:
             request = next((each for each in self._preempted if each.request_id == request_id), None)
             if request is not None:
@@ -94,9 +125,9 @@ class Scheduler:
         return request
 
     def preempt(self, request: EngineRequest) -> None:
-        """Takes a request out of service until `resume`; its blocks are gone."""
-        del self._requests[request.request_id]
-        insort(self._preempted, request, key=lambda each: each.rank)
+        """Takes a request out of service until `resume`; its blocks are gone. A parked one needs none until `go_on`."""
+        if self._requests.pop(request.request_id, None) is not None:
+            insort(self._preempted, request, key=lambda each: each.rank)
         self.changes += 1
 
     def resume(self, request: EngineRequest) -> None:
@@ -153,6 +184,9 @@ class Scheduler:
                 chunk.request.ended = True
                 del self._requests[done.request_id]
                 self.changes += 1
+            elif chunk.request.proposes:
+                self._parked[done.request_id] = self._requests.pop(done.request_id)
+                self.changes += 1
             progress.append(done)
         return progress
 
@@ -163,13 +197,14 @@ class Scheduler:
     def _goes_on(self, request: EngineRequest) -> bool:
         """True where there is something to compute that no token in flight can make useless for certain.
 
-        One that shapes its logits must know the tokens before the one to draw.
+        One that shapes its logits must know the tokens before the one to draw, and one that proposes is not told yet.
         """
         if not request.pending:
             return request.remaining > 0
         outputs = request.num_output + request.pending
         ends = outputs >= request.outputs_allowed or request.num_prompt + outputs >= self._context_tokens
-        return not ends and request.shaping is None and request.remaining > 0
+        known = request.shaping is None and not request.proposes
+        return not ends and known and request.remaining > 0
 
     def _reason(self, request: EngineRequest, token_id: int, *, num_output: int) -> FinishReason | None:
         return finish_reason(
@@ -182,6 +217,8 @@ class Scheduler:
         )
 
     def _append(self, chunk: Chunk, sampled: Sampled, entry: int) -> Progress:
+        if chunk.request.proposes:
+            return self._propose(chunk, sampled, entry)
         if chunk.request.fanout > 1:
             return self._fan_out(chunk, sampled, entry)
         request, token_id = chunk.request, sampled.token_ids[entry]
@@ -215,12 +252,29 @@ class Scheduler:
             finishes=finishes,
         )
 
+    def _propose(self, chunk: Chunk, sampled: Sampled, entry: int) -> Progress:
+        """The likeliest next tokens, the best first. Whoever holds is done; another waits to be told which it is."""
+        request, found = chunk.request, sampled.logprobs[entry]
+        assert found is not None, "one that proposes asks for log-probabilities"
+        return Progress(
+            request.request_id,
+            tuple(token_id for token_id, _ in found.top),
+            chunk.end,
+            ended=request.hold,
+            logprobs=tuple(TokenLogprob(token_id, logprob) for token_id, logprob in found.top),
+            prompt_logprobs=() if request.num_output else tuple(request.scores or ()),
+        )
+
     def _fail(self, chunk: Chunk) -> Progress:
         request = chunk.request
         error = NumericalError(
             f"the logits at position {chunk.end} of request {request.request_id} are NaN or infinite"
         )
         return Progress(request.request_id, (), chunk.end, True, FinishReason.ERROR, error)
+
+    @property
+    def _parked_with_blocks(self) -> Iterable[EngineRequest]:
+        return (request for request in self._parked.values() if not request.preempted)
 
     def _to_the_back(self, served: Iterable[EngineRequest]) -> None:
         """More decodes than budget take turns."""

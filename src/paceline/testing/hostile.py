@@ -120,6 +120,7 @@ def _sampling(limits: Limits) -> Iterator[Case]:
     out_of_range: dict[str, tuple[Any, ...]] = {
         "n": (0, 10**6),
         "best_of": (0, 10**6),
+        "beam_width": (0, 33, 10**6),
         "logprobs": (21, 10**6),
         "prompt_logprobs": (21,),
         "min_p": (-0.5, 1.5, math.nan),
@@ -131,6 +132,13 @@ def _sampling(limits: Limits) -> Iterator[Case]:
     for name, settings in out_of_range.items():
         for setting in settings:
             yield Case(f"{name} {setting}", generate(ask(**{name: setting})), *bad, (name, str(setting), "from"))
+    drawn: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "logit_bias": {3: 1.0}, "stop": ["x"], "best_of": 2}
+    for name, setting in drawn.items():
+        case = generate(ask(beam_width=2, **{name: setting}))
+        yield Case(f"beam_width with {name}", case, *bad, (name, "cannot be had with beam_width"))
+    for penalty in (math.nan, -11.0):
+        case = generate(ask(beam_width=2, length_penalty=penalty))
+        yield Case(f"length_penalty {penalty}", case, *bad, ("length_penalty", str(penalty), "-10 to 10"))
     for token_id, bias in ((limits.vocab_size, 1.0), (10**9, 5.0), (3, math.nan), (3, 1e9)):
         case = generate(ask(logit_bias={token_id: bias}))
         yield Case(f"logit_bias {token_id}: {bias}", case, *bad, ("logit_bias", str(token_id)))

@@ -64,7 +64,10 @@ class MemoryLink:
 
 
 class Pair:
-    """One prefill and one decode worker, with a tiny model of equal weights. Requests end when the test says so."""
+    """One prefill and one decode worker, with a model of equal weights, a tiny one by default.
+
+    Requests end when the test says so.
+    """
 
     def __init__(
         self,
@@ -73,11 +76,12 @@ class Pair:
         prefill_blocks: int = 64,
         decode_blocks: int = 64,
         prefix_cache: bool = True,
+        model: str = "dummy:tiny",
         **settings: Any,
     ) -> None:
         self.hub = Hub()
         shared: dict[str, Any] = {
-            "model": "dummy:tiny",
+            "model": model,
             "transport": "loopback",
             "threads": 1,
             "max_batch_tokens": 32,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -84,6 +85,9 @@ def test_the_wire_carries_every_field_there_and_back() -> None:
         presence_penalty=-0.5,
         frequency_penalty=0.75,
         logit_bias=((1, -100.0), (9, 2.5)),
+        beam_width=5,
+        length_penalty=-0.5,
+        early_stopping=True,
     )
     assert all(getattr(sampling, name) != getattr(SamplingParams(), name) for name in sampling.__struct_fields__)
     assert wire.sampling_from_proto(wire.sampling_to_proto(sampling), seed=0) == sampling
@@ -92,3 +96,56 @@ def test_the_wire_carries_every_field_there_and_back() -> None:
 def test_what_is_not_set_takes_the_default_and_the_drawn_seed() -> None:
     assert wire.sampling_from_proto(common_pb2.SamplingParams(), seed=17) == SamplingParams(seed=17)
     assert wire.sampling_from_proto(common_pb2.SamplingParams(seed=0), seed=17).seed == 0
+
+
+def beams(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"beam_width": 4, "temperature": 0.0, **more})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.7),
+        ("top_p", 0.5),
+        ("top_k", 1),
+        ("min_p", 0.1),
+        ("best_of", 4),
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("logit_bias", ((3, 1.0),)),
+    ],
+)
+def test_a_beam_search_refuses_what_it_would_ignore(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{field}: .*cannot be had with beam_width"):
+        beams(**{field: value}).validated(vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beam_width": 0}, "beam_width: 0 is not from n 1 to 32"),
+        ({"beam_width": 33}, "beam_width: 33 is not from n 1 to 32"),
+        ({"n": 5}, "beam_width: 4 is not from n 5 to 32"),
+        ({"length_penalty": math.nan}, "length_penalty: nan is not a number from -10 to 10"),
+        ({"length_penalty": 11.0}, "length_penalty: 11.0 is not a number from -10 to 10"),
+        (
+            {"stop_token_ids": tuple(range(97))},
+            "beam_width: 4 beams and 97 stop_token_ids are more than the 100 tokens",
+        ),
+        ({"beam_width": None, "length_penalty": 2.0}, "length_penalty: 2.0 is for beam search alone"),
+        ({"beam_width": None, "early_stopping": True}, "early_stopping: True is for beam search alone"),
+    ],
+)
+def test_what_no_beam_search_can_be_is_refused_with_its_limit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        beams(**fields).validated(vocab_size=VOCAB)
+    beams(n=4, stop_token_ids=tuple(range(96)), length_penalty=-10.0).validated(vocab_size=VOCAB)
+
+
+def test_a_beam_search_needs_no_word_of_temperature() -> None:
+    asked = common_pb2.SamplingParams(beam_width=4)
+    assert wire.sampling_from_proto(asked, seed=0).validated(vocab_size=VOCAB) == beams()
+    asked.temperature = 1.0
+    with pytest.raises(InvalidRequest, match=r"temperature: 1\.0 cannot be had"):
+        wire.sampling_from_proto(asked, seed=0).validated(vocab_size=VOCAB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline import wire
-from paceline.errors import EngineLost, WorkerLost
+from paceline.errors import EngineLost, InvalidRequest, WorkerLost
 from paceline.protos import router_pb2
 from paceline.testing.router_bench import Asking, ids_of, router_bench
 from paceline.testing.scripted_workers import PATIENCE_S, scripted_decode, scripted_prefill
@@ -108,6 +108,72 @@ async def test_the_best_choice_is_sought_again_where_its_decode_worker_dies_midw
         finish = finish_of(asking, 0)
         assert finish.usage.completion_tokens == 2
         assert finish.decode_worker.worker_id == "d1"
+
+
+async def test_a_search_is_answered_when_it_is_over_and_not_with_what_prefill_proposes() -> None:
+    async with scripted_prefill("p0") as prefill, scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(prefill, decode)
+        asking = router.ask("abc", n=2, beam_width=4, logprobs=0, prompt_logprobs=0)
+        first, stream = await prefill.next_call(), await decode.next_call()
+        for sampling in (first.request.sampling, stream.request.sampling):
+            assert (sampling.n, sampling.beam_width, sampling.temperature) == (2, 4, 0.0)
+        await stream.reserve()
+        await first.reply(ids_of("abcdefgh"), prompt_logprobs=[-1.0, -2.0])
+        await stream.tokens(0, ids_of("xyz"), logprobs=[-0.5, -0.25, -0.25])
+        await stream.tokens(0, ids_of("q"), choice=1, logprobs=[-3.0])
+        await stream.finish_choice(0)
+        await stream.finish_choice(1, FinishReason.STOP)
+        await stream.finish()
+        assert await whole(asking, 2) == {0: "xyz", 1: "q"}
+        assert [finish_of(asking, choice).cumulative_logprob for choice in (0, 1)] == [-1.0, -3.0]
+        assert [score.logprob for score in asking.pieces[0].prompt_logprobs] == [-1.0, -2.0]
+
+
+async def test_a_cumulative_log_probability_is_told_where_log_probabilities_are() -> None:
+    async with scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(decode)
+        for asked in ({"logprobs": 0}, {}):
+            asking = router.ask(best_of=2, **asked)
+            stream = await decode.next_call()
+            await stream.reserve()
+            for choice in (0, 1):
+                await stream.tokens(0, ids_of("ab"), choice=choice, logprobs=[-0.5, -0.25 - choice])
+                await stream.finish_choice(choice)
+            await stream.finish()
+            finish = await asking.finish()
+            assert finish.HasField("cumulative_logprob") == bool(asked)
+            assert finish.cumulative_logprob == (-0.75 if asked else 0.0)
+
+
+async def test_a_search_whose_decode_worker_dies_midway_is_done_elsewhere() -> None:
+    """However far it had come, and though prefill had replied: nothing was sent."""
+    async with (
+        scripted_prefill("p0") as prefill,
+        scripted_decode("d0") as lost,
+        scripted_decode("d1") as decode,
+        router_bench() as router,
+    ):
+        await router.register(prefill, lost)
+        asking = router.ask(beam_width=4)
+        first, stream = await prefill.next_call(), await lost.next_call()
+        await stream.reserve()
+        await first.reply(ids_of("abcdefgh"))
+        await router.register(decode)
+        await lost.die()
+        again, stream = await prefill.next_call(), await decode.next_call()
+        await stream.reserve()
+        await again.reply(ids_of("abcdefgh"))
+        await stream.tokens(0, ids_of("xy"))
+        await stream.finish()
+        assert await whole(asking, 1) == {0: "xy"}
+
+
+async def test_stop_strings_are_refused_with_a_beam_search() -> None:
+    async with scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(decode)
+        error = await router.ask(beam_width=2, stop=["end"]).error()
+        assert isinstance(error, InvalidRequest)
+        assert "'end' cannot be had with beam_width" in error.message
 
 
 async def test_an_answer_that_ends_before_its_prompts_log_probabilities_came_waits_for_them() -> None:
