@@ -3,7 +3,7 @@
 Blocks of 2 MiB, as Llama-3-8B's in bfloat16, of pools of their own in two processes: `run` writes neighbours to
 neighbours, as into a fresh pool, `churned` writes random blocks to random blocks. Needs two GPUs.
 
-    python bench/transfer.py [--transports cuda_ipc,nixl] [--programs 16,32,64,132]
+    python bench/transfer.py [--transports cuda_ipc,nixl,ucxx] [--programs 16,32,64,132]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from gpu_timing import seconds
 from paceline.kvtransfer.region import Region
 from paceline.kvtransfer.transfer import merge
-from paceline.kvtransfer.transports import create, cuda_ipc, nixl
+from paceline.kvtransfer.transports import create, cuda_ipc, nixl, ucxx
 from paceline.kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from paceline.kvtransfer.transports.cuda_memory import PROGRAMS, CudaMemory
 from paceline.kvtransfer.transports.transport import Peer, Piece, Transport
@@ -42,7 +42,7 @@ SEEN_S = 0.0002
 POLL_S = 200e-6
 PAUSE_S = 0.002
 """Between writes: a target takes notifications in more slowly than a writer sends small ones, and would fall behind."""
-AVAILABLE = {"cuda_ipc": cuda_ipc.available, "nixl": nixl.available}
+AVAILABLE = {"cuda_ipc": cuda_ipc.available, "nixl": nixl.available, "ucxx": ucxx.available}
 
 
 @dataclass(frozen=True)

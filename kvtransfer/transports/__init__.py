@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError, StartupError, quote
 from paceline.kvtransfer.region import DeviceKind
-from paceline.kvtransfer.transports import cuda_ipc, loopback, nixl
+from paceline.kvtransfer.transports import cuda_ipc, loopback, nixl, ucxx
 from paceline.kvtransfer.transports.by_peer import ByPeerTransport
 from paceline.kvtransfer.transports.transport import (
     Finished,
@@ -19,7 +19,7 @@ from paceline.kvtransfer.transports.transport import (
     check_pieces,
 )
 
-NAMES = ("auto", "nixl", "cuda_ipc", "loopback")
+NAMES = ("auto", "nixl", "cuda_ipc", "ucxx", "loopback")
 """What `create` understands."""
 
 
@@ -44,6 +44,8 @@ def create(name: str, agent_name: str, *, hub: loopback.Hub | None = None, devic
         return Chosen(loopback.LoopbackTransport(hub, agent_name), "loopback", "asked for")
     if name == "nixl":
         return Chosen(nixl.NixlTransport(agent_name), "nixl", "asked for")
+    if name == "ucxx":
+        return Chosen(ucxx.UcxxTransport(agent_name), "ucxx", "asked for")
     if name == "cuda_ipc":
         if device != "cuda":
             raise ConfigError(f"transport cuda_ipc moves KV between GPUs, and the pool is on {device}: choose auto")

@@ -170,7 +170,7 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
     ] = None
     max_waiting: Annotated[int, Meta(description="Requests accepted beyond the batch before refusing", ge=0)] = 256
     transport: Annotated[
-        Literal["auto", "nixl", "cuda_ipc", "loopback"], Meta(description="How KV blocks move between workers")
+        Literal["auto", "nixl", "cuda_ipc", "ucxx", "loopback"], Meta(description="How KV blocks move between workers")
     ] = "auto"
     transport_floor_mb_s: Annotated[
         float, Meta(description="Least bandwidth, in MB/s, that a pair of workers must measure to serve", ge=0)

@@ -167,7 +167,7 @@ def test_a_peer_with_blocks_of_another_size_is_refused_with_both_sizes_named(own
 
 
 def test_an_unknown_transport_and_a_loopback_without_a_hub_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'pigeon' is none of auto, nixl, cuda_ipc, loopback"):
+    with pytest.raises(ConfigError, match="'pigeon' is none of auto, nixl, cuda_ipc, ucxx, loopback"):
         create("pigeon", "worker")
     with pytest.raises(ConfigError, match="loopback"):
         create("loopback", "worker")

@@ -281,7 +281,7 @@ def _station(kind: str, name: str, num_blocks: int, block_bytes: int) -> Station
     elif kind == "by-peer":
         made = ByPeerTransport({"ipc-on-host": CudaIpcTransport(name, HostMemory()), "nixl": NixlTransport(name)})
     else:
-        made = create("nixl", name).transport
+        made = create("ucxx" if kind == "ucxx" else "nixl", name).transport
     return Station(HostPool(num_blocks, block_bytes), made)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.kvtransfer.transfer import merge
+from paceline.kvtransfer.transports import ucxx
 from paceline.kvtransfer.transports.loopback import Hub
 from paceline.testing.transport_end import GPU_KINDS, End, LocalEnd, ProcessEnd, pattern, wait_until
 
@@ -15,7 +16,7 @@ BLOCKS = 48
 BLOCK_BYTES = 256 * 1024
 ALL = range(BLOCKS)
 IPC_KINDS = ("ipc-on-host", "by-peer", *(GPU_KINDS if torch.cuda.is_available() else ()))
-PROCESS_KINDS = ("nixl", "nixl-tcp", *IPC_KINDS)
+PROCESS_KINDS = ("nixl", "nixl-tcp", *IPC_KINDS, *(("ucxx",) if ucxx.available() is None else ()))
 KINDS = ("loopback", "nixl-one-process", *PROCESS_KINDS)
 WRITER_SEED, TARGET_SEED = 1, 2
 
