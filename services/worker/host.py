@@ -5,11 +5,12 @@ The engine knows no network and the agent knows no requests; what joins them is 
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -85,7 +86,7 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
     # Nothing lingers in buffers of the in-memory twin.
     settle_s = SETTLE_S if hub is None else 0.0
     agent = TransferAgent(chosen.transport, worker, region, fingerprint, settle_s=settle_s)
-    _warm_up(engine)
+    _warm_up(engine, on_gpu=config.on_gpu)
     return Host(
         engine,
         agent,
@@ -142,11 +143,23 @@ def use_threads(config: WorkerConfig) -> None:
     torch.set_num_interop_threads(1)
 
 
-def _warm_up(engine: Engine) -> None:
-    """Runs a prompt and a decode step, so that the first request does not pay for lazy initialisation."""
-    lease = engine.try_reserve(2)
-    assert lease is not None, "an empty pool has room for one block"
-    engine.add(RequestId("warm-up"), [0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), lease=lease)
-    while engine.has_work:
-        engine.step()
+def _warm_up(engine: Engine, *, on_gpu: bool) -> None:
+    """Runs prompts and decode steps, so that the first requests do not pay for lazy initialisation.
+
+    On a GPU each kind of sampling is compiled, in each form in which a number of requests is.
+    """
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}]
+    batches = [1]
+    if on_gpu:
+        ways += [{"temperature": 1.0}, {"top_k": 8}, {"top_p": 0.5}, {"top_k": 8, "top_p": 0.5}]
+        batches += [2, 16]
+    names = itertools.count()
+    for batch, way in itertools.product(batches, ways):
+        for _ in range(batch):
+            lease = engine.try_reserve(2)
+            assert lease is not None, "an empty pool has room for a few blocks"
+            sampling = SamplingParams(max_tokens=2, ignore_eos=True, **way)
+            engine.add(RequestId(f"warm-up-{next(names)}"), [0], sampling, lease=lease, root=None)
+        while engine.has_work:
+            engine.step()
     engine.stats = EngineStats()  # which are of requests
