@@ -170,7 +170,7 @@ class CudaMemory:
             return free.pop()
         with torch.cuda.stream(self._stream):  # else it might be memory that a kernel under way still writes to
             on_device = torch.empty(capacity, 2, dtype=torch.int32, device=self._torch_device)
-        host = torch.empty(capacity, 2, dtype=torch.int32, pin_memory=True)
+            host = torch.empty(capacity, 2, dtype=torch.int32, pin_memory=True)
         return _Table(host, on_device, ended=torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
