@@ -80,6 +80,7 @@ class Fleet:
                 "paceline.loadtest.generator",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for this process to see; its end is theirs
             )
             self._children.append(child)
             assignment = Assignment(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import signal
 import sys
 import time
 from typing import BinaryIO, Final
@@ -27,7 +26,6 @@ _PROGRESS_S: Final = 0.25
 
 def main() -> int:
     """0 after a report, 1 where the parent is gone or an error was reported."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     try:
         return uvloop.run(_serve(sys.stdout.buffer))
     except asyncio.IncompleteReadError:

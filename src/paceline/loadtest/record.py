@@ -12,6 +12,8 @@ from paceline import __version__
 from paceline.errors import ConfigError
 from paceline.loadtest.measure import Found, Result
 from paceline.loadtest.outcome import Outcome
+from paceline.loadtest.statistics import percentile
+from paceline.loadtest.summary import SLO_PERCENT
 
 _DIGITS = 6
 
@@ -62,6 +64,7 @@ def _request(outcome: Outcome, arrivals: bool) -> dict[str, Any]:
         "sent_s": _rounded(outcome.sent_s),
         "ended_s": _rounded(outcome.ended_s),
         "ttft_s": _rounded(outcome.ttft_s),
+        "itl_p99_s": _rounded(percentile(sorted(gaps), SLO_PERCENT)) if (gaps := outcome.itl_s) else None,
         "tpot_s": _rounded(outcome.tpot_s),
         "input_tokens": outcome.input_tokens,
         "output_tokens": outcome.output_tokens,

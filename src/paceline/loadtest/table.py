@@ -30,7 +30,7 @@ def result_table(result: Result) -> RenderableType:
     summary = result.summary
     for reason, count in summary.errors.items():
         parts.append(Text(f"{count} x {reason}: {' '.join(summary.first_errors[reason].split())}", style="red"))
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in result.warnings]
+    parts += map(_warning, result.warnings)
     return Group(*parts)
 
 
@@ -52,7 +52,14 @@ def search_table(found: Found) -> RenderableType:
             verdict,
         )
     rate = "no rate that was tried" if found.rate is None else f"{found.rate:.4g} requests/s"
-    return Group(table, Text(f"goodput: {rate}", style="bold"))
+    # The answer is as good as the run that went wrong at the next rate.
+    failed = min((probe for probe in found.probes if not probe.well), key=lambda probe: probe.rate, default=None)
+    doubts = [] if failed is None else [f"at {failed.rate:.4g}/s {each}" for each in failed.result.warnings]
+    return Group(table, *map(_warning, doubts), Text(f"goodput: {rate}", style="bold"))
+
+
+def _warning(text: str) -> Text:
+    return Text(f"warning: {text}", style="yellow")
 
 
 def _title(result: Result) -> str:

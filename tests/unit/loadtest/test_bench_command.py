@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +16,8 @@ import pytest
 
 from paceline import errors
 from paceline.cli import main
+from paceline.loadtest.config import BenchConfig
+from paceline.loadtest.measure import measure
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.openai_server import openai_server
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
@@ -171,6 +175,60 @@ def test_the_search_ends_where_requests_are_no_longer_good(
     assert "goodput: 200 requests/s" in capsys.readouterr().out
     prompts = [tuple(request.tokens.ids) for request in router.requests]
     assert len(set(prompts)) == len(prompts), "no run sends a prompt of another"
+
+
+async def test_a_run_whose_verdict_is_clear_is_given_up_and_its_requests_end(router: ScriptedRouter) -> None:
+    def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        if len(router.requests) == 8:
+            raise errors.Overloaded("full", retry_after_s=1)
+        while not router.cancelled.wait(0.01):
+            yield router_pb2.GenerateResponse()  # keeps the stream open, without a token
+
+    router.script = script
+    config = BenchConfig(router=router.address, rate=1000.0, requests=8, input_len=4, slo_ttft_ms=1.0, warmup=0)
+    result = await measure(config, lambda progress, expected: None, give_up=True)
+    assert result.stopped
+    assert result.summary.errors == {"STOPPED": 7, "OVERLOADED": 1}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_ends_the_generators_and_their_requests(router: ScriptedRouter, processes: int) -> None:
+    under_way = threading.Event()
+
+    def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        while not router.cancelled.wait(0.01):
+            yield router_pb2.GenerateResponse(token_ids=[1])
+            under_way.set()
+
+    router.script = script
+    flags = ["--concurrency=2", f"--processes={processes}", "--warmup=0"]
+    run = subprocess.Popen([sys.executable, "-m", "paceline.cli", "bench", *flags], stderr=subprocess.PIPE)
+    assert under_way.wait(30)
+    run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=30)[1] == b"", "and nobody else holds the pipe"
+    assert run.returncode == 130
+    assert router.cancelled.wait(30)
+
+
+def children() -> list[int]:
+    """Process ids of this process's children."""
+    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+
+
+def command(pid: int) -> bytes:
+    """Its command line."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_the_loss_of_a_generator_is_said(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        [generator] = [pid for pid in children() if b"paceline.loadtest.generator" in command(pid)]
+        os.kill(generator, signal.SIGKILL)
+        yield from answer(request)
+
+    router.script = script
+    assert main(["bench", "--concurrency=1", "--warmup=0"]) == 1
+    assert "error: a generator process ended with status -9" in capsys.readouterr().err
 
 
 def test_another_server_is_measured_by_the_same_clock(tmp_path: Path) -> None:
