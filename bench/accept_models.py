@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import Source, SourceKind, read_config, resolve
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.config import default_cache_dir
 from paceline.engine.runner import Runner
 from paceline.engine.weights import load
@@ -61,7 +62,8 @@ def compare(oracle: Any, source: Source, prompts: list[list[int]], new_tokens: i
     """The largest difference of a log-probability over all chunk sizes, and how many answers differ at some size."""
     config = read_config(source)
     weights = load(source, config, dtype=torch.float32, device="cpu")
-    runner = Runner(config, weights, num_blocks=blocks_needed(prompts, new_tokens=new_tokens))
+    groups = len(KvGroups.of(config))
+    runner = Runner(config, weights, num_blocks=blocks_needed(prompts, new_tokens=new_tokens, groups=groups))
     found = {chunk: answers(runner, prompts, chunk=chunk, new_tokens=new_tokens) for chunk in CHUNKS}
     worst, wrong = 0.0, 0
     for index, prompt in enumerate(prompts):

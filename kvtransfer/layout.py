@@ -1,7 +1,8 @@
 """What a KV block holds, byte for byte, and the fingerprint that tells two workers whether their blocks agree.
 
 A pool is one allocation `[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`, keys at index 0 of the fourth
-axis and values at index 1. Block-major, so that a block is one contiguous piece on the wire, and so is each head's
+axis and values at index 1. The layers are those of one KV group: all groups have as many, and take blocks from the one
+pool. Block-major, so that a block is one contiguous piece on the wire, and so is each head's
 part of it: tiers of different tensor-parallel size exchange whole heads. docs/kv-layout.md has the measurements
 behind it.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.errors import FingerprintMismatch, quote
 from paceline.types import BLOCK_TOKENS
@@ -21,25 +23,34 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of one stored number, by dtype name."""
 
 
-class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share one block table: equal shape, equal window. Every group has its own pool."""
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool's blocks hold: for one of a model's KV groups, whichever takes the block, 16 tokens."""
 
-    layers: int
+    layers: int  # of a group
     kv_heads: int  # of this rank
     head_dim: int
     dtype: str  # a key of ITEM_BYTES
-    window: int | None = None  # tokens a layer attends to; None: all
+    windows: tuple[int | None, ...] = (None,)  # of each group, tokens that its layers attend to; None: all
     scale_bytes: int = 0  # bytes of quantisation scales for one head of one block, behind the head's numbers
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype {quote(self.dtype)} is none of {', '.join(ITEM_BYTES)}")
-        if min(self.layers, self.kv_heads, self.head_dim) < 1 or self.scale_bytes < 0:
-            raise ValueError(f"a KV group needs positive sizes: {self}")
+        if min(self.layers, self.kv_heads, self.head_dim, len(self.windows)) < 1 or self.scale_bytes < 0:
+            raise ValueError(f"a KV layout needs positive sizes: {self}")
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, dtype: str, ranks: int = 1) -> KvLayout:
+        """The layout of one rank of `ranks` of a model, stored as `dtype`."""
+        if config.num_kv_heads % ranks:
+            raise ValueError(f"{config.num_kv_heads} KV heads do not split over {ranks} ranks")
+        groups = KvGroups.of(config)
+        heads = config.num_kv_heads // ranks
+        return cls(layers=groups.layers, kv_heads=heads, head_dim=config.head_dim, dtype=dtype, windows=groups.windows)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head's part of a block: contiguous, over all layers, keys and values."""
+        """Bytes of one head's part of a block: contiguous, over all its layers, keys and values."""
         return self.layers * 2 * BLOCK_TOKENS * self.head_dim * ITEM_BYTES[self.dtype] + self.scale_bytes
 
     @property
@@ -52,31 +63,6 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
         return (num_blocks, self.kv_heads, self.layers, 2, BLOCK_TOKENS, self.head_dim)
 
 
-class KvLayout(msgspec.Struct, frozen=True):
-    """A model's KV groups, in the order in which its layers first name them. The Llama family has one."""
-
-    groups: tuple[KvGroup, ...]
-
-    @classmethod
-    def of(cls, config: ModelConfig, *, dtype: str, ranks: int = 1) -> KvLayout:
-        """The layout of one rank of `ranks` of a Llama-family model, stored as `dtype`."""
-        if config.num_kv_heads % ranks:
-            raise ValueError(f"{config.num_kv_heads} KV heads do not split over {ranks} ranks")
-        heads = config.num_kv_heads // ranks
-        return cls((KvGroup(layers=config.num_layers, kv_heads=heads, head_dim=config.head_dim, dtype=dtype),))
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that one block of every group takes together: what `BLOCK_TOKENS` tokens cost."""
-        return sum(group.block_bytes for group in self.groups)
-
-    def geometry(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        """The shape of the only group's pool; `ValueError` where there are several."""
-        if len(self.groups) != 1:
-            raise ValueError(f"{len(self.groups)} KV groups have a pool each: ask the group")
-        return self.groups[0].geometry(num_blocks)
-
-
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for two workers' blocks to mean the same. Plain data: msgspec encodes it as it is."""
 
@@ -84,23 +70,25 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     weights_digest: str
     dtype: str
-    layers: int
+    layers: int  # of a block
     kv_heads: int  # of one rank
     head_dim: int
     block_tokens: int
+    windows: tuple[int | None, ...] = (None,)  # of each KV group, in tokens
 
     @classmethod
-    def of(cls, group: KvGroup, *, model: str, weights_digest: str) -> Fingerprint:
-        """The fingerprint of a group's pool, filled from these weights."""
+    def of(cls, layout: KvLayout, *, model: str, weights_digest: str) -> Fingerprint:
+        """The fingerprint of a pool, filled from these weights."""
         return cls(
             format_version=FORMAT_VERSION,
             model=model,
             weights_digest=weights_digest,
-            dtype=group.dtype,
-            layers=group.layers,
-            kv_heads=group.kv_heads,
-            head_dim=group.head_dim,
+            dtype=layout.dtype,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
             block_tokens=BLOCK_TOKENS,
+            windows=layout.windows,
         )
 
     def check(self, other: Fingerprint) -> None:

@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 from paceline.prefix import BlockHash
 from paceline.services.decode.beams import LiveSearch
 from paceline.services.decode.choices import Choice
-from paceline.types import BLOCK_TOKENS, FinishReason, SamplingParams, blocks_for
+from paceline.types import BLOCK_TOKENS, FinishReason, SamplingParams
 
 
 @dataclass(slots=True)
@@ -23,7 +23,8 @@ class LiveRequest:
     lease: BlockLease | None = None
     """The prompt's beginning that was cached, which nobody writes to, and what the answer is expected to need. The
     blocks behind it are the reservation's, until the engine gets both as one lease."""
-    held_blocks: int = 0
+    held_blocks: int = 0  # of 16 tokens, whose KV is here as far as what comes behind them reads it
+    missing_blocks: int = 0  # of all KV groups, that a prefill worker is to write
     search: LiveSearch | None = None  # once its beams are the engine's
     given: BlockLease | None = None  # the lease, once the engine has it
     choices: list[Choice] = field(default_factory=list)
@@ -50,20 +51,23 @@ class LiveRequest:
         return len(self.choices) > 1 and self.told == 0 and self.sampling.beam_width is None
 
     @property
+    def shares_prompt(self) -> bool:
+        """Its prompt is computed once, and held for its choices to share."""
+        return self.sampling.n > 1 and self.sampling.beam_width is None
+
+    @property
     def stored_tokens(self) -> int:
         """Tokens whose KV is stored at the end; the last one's never is."""
         return len(self.prompt) + self.sampling.max_tokens - 1
 
-    @property
-    def missing_blocks(self) -> int:
-        """Blocks of the prompt that are to be written or computed."""
-        return blocks_for(len(self.prompt)) - self.held_blocks
-
-    def joined(self, blocks: BlockLease) -> BlockLease:
-        """All of its blocks, as the engine takes them."""
+    def joined(self, blocks: BlockLease, *, filled: bool) -> BlockLease:
+        """All of its blocks, as the engine takes them: with the prompt's KV in them, or for it."""
         assert self.lease is not None, "a request is given to the engine once"
         lease, self.lease = self.lease, None
-        lease.join(blocks)
+        if filled:
+            lease.join(blocks)
+        else:
+            lease.take_in(blocks)
         self.given = lease
         return lease
 

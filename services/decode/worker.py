@@ -190,7 +190,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
                     self._reservations.create(reservation, blocks, time.monotonic())
                     actions = []
             except PacelineError:
-                request.joined(blocks).release()
+                request.joined(blocks, filled=False).release()
                 raise
         except PacelineError as error:
             over = Over(reservation_id=reservation, finish=FinishReason.ERROR, failure=Failure.of(error))
@@ -213,21 +213,21 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
         A writer that is given up holds its blocks in quarantine, and others read the cached ones.
         """
-        lease = self.engine.try_reserve(
-            request.stored_tokens, upfront_tokens=len(request.prompt), prompt=request.prompt, root=request.root
-        )
-        if lease is None:
+        reserved = self.engine.try_reserve_target(request.prompt, request.stored_tokens, root=request.root)
+        if reserved is None:
             return None
-        request.lease, request.held_blocks = lease, lease.shared
-        return lease.split(lease.shared)
+        request.lease, missing = reserved
+        request.held_blocks, request.missing_blocks = request.lease.shared, len(missing)
+        return missing
 
     def _reserve_again(self, reservation: ReservationId) -> BlockLease | None:
         """For another attempt."""
-        return self.engine.try_lease(self._requests[reservation].missing_blocks)
+        request = self._requests[reservation]
+        return self.engine.try_target(len(request.prompt), request.held_blocks)
 
     def _full(self, request: LiveRequest) -> Overloaded:
         load = self.load
-        needed = blocks_to_admit(len(request.prompt), request.sampling.max_tokens)
+        needed = blocks_to_admit(len(request.prompt), request.sampling.max_tokens, self.engine.limits.most_blocks)
         return Overloaded(
             f"{needed} KV blocks are needed to begin with, and a new request may have {load.headroom_blocks} of "
             f"{load.total_blocks} now",
@@ -380,7 +380,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             )
             self._reject(land.reservation, land.blocks, error)
             return
-        lease = request.joined(land.blocks)
+        lease = request.joined(land.blocks, filled=True)
         try:
             self._choices.landed(land.reservation, lease, land.first_tokens, land.first_logprobs)
         except EngineError as error:
@@ -393,7 +393,11 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             return
         request = self._requests[start.reservation]
         request.local = True
-        self._choices.compute(start.reservation, request.joined(start.blocks))
+        lease = request.joined(start.blocks, filled=False)
+        if request.shares_prompt and not self.engine.try_stock(lease, len(request.prompt)):
+            self._reject(start.reservation, lease, self._full(request))
+            return
+        self._choices.compute(start.reservation, lease)
 
     def _reject(self, reservation: ReservationId, blocks: BlockLease, error: PacelineError) -> None:
         blocks.release()

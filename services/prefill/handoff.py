@@ -7,8 +7,10 @@ held, until every handle is terminal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.engine.block_pool import BlockLease
 from paceline.errors import TransferFailed
 from paceline.kvtransfer.outgoing import Outgoing, OutgoingState
@@ -27,7 +29,7 @@ UNCLAIMED_S: Final = 60.0
 class Handoff:
     """The state of an attempt::
 
-    0 <= posted <= finished <= len(lease.blocks)        in blocks of the prompt
+    0 <= posted <= finished <= blocks of the prompt        a block being 16 tokens, whatever their KV groups
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Handoff:
         attempt: Attempt,
         num_prompt: int,
         lease: BlockLease,
+        groups: KvGroups,
         *,
         release: Callable[[], None],
         in_engine: bool = True,
@@ -49,8 +52,9 @@ class Handoff:
         self.outgoing: Outgoing | None = None
         self.parts_before_last_chunk = 0
         self._lease = lease
-        self._target_blocks: Sequence[int] = ()
-        self._held_blocks = 0  # of the prompt's beginning, which the target has already
+        self._groups = groups
+        self._wanted = groups.missing(num_prompt, 0)  # places of each group's table that the target lacks
+        self._target_tables: Sequence[Sequence[int]] = ()  # for those places
         self._finished = lease.shared  # cached blocks are sent as any others
         self._posted = 0
         self._first_tokens: tuple[int, ...] | None = None
@@ -66,7 +70,7 @@ class Handoff:
     @property
     def blocks(self) -> int:
         """Blocks to hand over in all."""
-        return blocks_for(self.num_prompt) - self._held_blocks
+        return sum(map(len, self._wanted))
 
     @property
     def terminal(self) -> bool:
@@ -94,7 +98,7 @@ class Handoff:
 
     def check_target(self, target_blocks: Sequence[int], held_tokens: int) -> None:
         """Raises TransferFailed for a grant that does not fit the prompt: the two calls were of different prompts."""
-        expected = blocks_for(self.num_prompt) - held_tokens // BLOCK_TOKENS
+        expected = sum(map(len, self._groups.missing(self.num_prompt, held_tokens // BLOCK_TOKENS)))
         if held_tokens >= self.num_prompt or len(target_blocks) != expected:
             raise TransferFailed(
                 f"{len(target_blocks)} blocks were granted, and {held_tokens} tokens are held, for a prompt of "
@@ -104,9 +108,10 @@ class Handoff:
     def grant(self, outgoing: Outgoing, target_blocks: Sequence[int], held_tokens: int, now: float) -> None:
         """The claim succeeded: posts what is finished by now."""
         self.outgoing = outgoing
-        self._target_blocks = target_blocks
-        self._held_blocks = held_tokens // BLOCK_TOKENS
-        self._posted = self._held_blocks
+        self._wanted = self._groups.missing(self.num_prompt, held_tokens // BLOCK_TOKENS)
+        rest = iter(target_blocks)  # one group after the other
+        self._target_tables = [list(islice(rest, len(places))) for places in self._wanted]
+        self._posted = min(places.start for places in self._wanted)
         self._spoke_at = now
         self._post(now)
 
@@ -142,13 +147,17 @@ class Handoff:
     def _post(self, now: float) -> None:
         if self.outgoing is None or self._cut:
             return
-        end = self._finished
-        # Blocks that the target holds are passed over; the prompt's last block is never among them.
-        source = self._lease.blocks[self._posted : end]
-        target = self._target_blocks[self._posted - self._held_blocks : max(end - self._held_blocks, 0)]
+        source: list[int] = []
+        target: list[int] = []
+        for table, places, targets in zip(self._lease.tables, self._wanted, self._target_tables, strict=True):
+            # What the target holds, or will not read, is passed over; the prompt's last block is never among it.
+            begin, end = max(self._posted, places.start), min(self._finished, places.stop)
+            if begin < end:
+                source += table[begin:end]
+                target += targets[begin - places.start : end - places.start]
         if self._first_tokens is not None:
             self.outgoing.finish(source, target, self._first_tokens, self._first_logprobs)
         elif source:
             self.outgoing.write_part(source, target)
-        self._posted = max(self._posted, end)
+        self._posted = max(self._posted, self._finished)
         self._spoke_at = now

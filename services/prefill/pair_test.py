@@ -115,7 +115,7 @@ class PairTests:
         attempt = Attempt(ReservationId(f"pair-test-{uuid.uuid4().hex}"), 1)
         # A small share of the pool, so that a test never stands in a request's way.
         limits = self._worker.ready.limits
-        fitting = min(limits.pool_blocks // 8, limits.context_tokens // BLOCK_TOKENS - 1)
+        fitting = min(limits.pool_blocks // (8 * len(limits.most_blocks)), limits.context_tokens // BLOCK_TOKENS - 1)
         num_blocks = max(1, min(_BLOCKS, fitting) >> number)
         stream = stub.Generate(
             decode_pb2.DecodeGenerateRequest(

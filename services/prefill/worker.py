@@ -37,7 +37,7 @@ from paceline.services.prefill.messages import (
 from paceline.services.worker.host import Host
 from paceline.services.worker.loop import CommandLink, EngineLoop, main
 from paceline.services.worker.messages import IDLE, Activity, Failure, Ping
-from paceline.types import BLOCK_TOKENS, RequestId, WorkerKey, WorkerLoad, check_lengths
+from paceline.types import RequestId, WorkerKey, WorkerLoad, check_lengths
 
 _log = get_logger(__name__)
 
@@ -106,7 +106,13 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
                 f"{self.load.headroom_blocks} of {self.load.total_blocks} blocks are left",
                 retry_after_s=0.5,
             )
-        handoff = Handoff(attempt, len(command.prompt), lease, release=lambda: self.engine.release(handoff.request_id))
+        handoff = Handoff(
+            attempt,
+            len(command.prompt),
+            lease,
+            self.engine.groups,
+            release=lambda: self.engine.release(handoff.request_id),
+        )
         beams = command.sampling.beam_width is not None  # then the decode worker chooses the first tokens
         self.engine.add(
             handoff.request_id,
@@ -157,11 +163,11 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
     def _measure(self, command: MeasureTo) -> None:
         """Writes to granted blocks, some times over. It blocks the loop, for milliseconds, once a pair."""
         attempt, failure, speed = command.attempt, None, 0.0
-        lease = self.engine.try_reserve(len(command.blocks) * BLOCK_TOKENS)
+        lease = self.engine.try_scratch(len(command.blocks))
         try:
             if lease is None:
                 raise Overloaded("the pool is too full to measure from", retry_after_s=1.0)
-            handoff = Handoff(attempt, 0, lease, release=lease.release, in_engine=False)
+            handoff = Handoff(attempt, 0, lease, self.engine.groups, release=lease.release, in_engine=False)
             self._handoffs[attempt] = handoff
             self.agent.connect_peer(command.target, command.agent, command.fingerprint)
             handoff.outgoing = self.agent.outgoing(command.target, attempt.reservation_id, attempt.number)

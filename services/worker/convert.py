@@ -9,29 +9,36 @@ from paceline.protos import common_pb2
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
     """A fingerprint for the wire."""
-    group = common_pb2.KvGroup(layers=fingerprint.layers, kv_heads=fingerprint.kv_heads, head_dim=fingerprint.head_dim)
+    groups = [
+        common_pb2.KvGroup(
+            layers=fingerprint.layers, kv_heads=fingerprint.kv_heads, head_dim=fingerprint.head_dim, window=window
+        )
+        for window in fingerprint.windows
+    ]
     return common_pb2.Fingerprint(
         format_version=fingerprint.format_version,
         model=fingerprint.model,
         weights_digest=fingerprint.weights_digest,
         dtype=fingerprint.dtype,
         block_tokens=fingerprint.block_tokens,
-        groups=[group],
+        groups=groups,
     )
 
 
 def fingerprint_from_proto(message: common_pb2.Fingerprint) -> Fingerprint:
-    """A fingerprint from the wire; InvalidRequest where it has not exactly the one KV group of this version."""
-    if len(message.groups) != 1:
-        raise InvalidRequest("fingerprint", f"{len(message.groups)} KV groups were named, and 1 is served")
-    [group] = message.groups
+    """A fingerprint from the wire; InvalidRequest where its KV groups are none, or have blocks of different shapes."""
+    shapes = {(group.layers, group.kv_heads, group.head_dim) for group in message.groups}
+    if len(shapes) != 1:
+        raise InvalidRequest("fingerprint", f"its KV groups have {len(shapes)} shapes of blocks, and 1 is served")
+    [(layers, kv_heads, head_dim)] = shapes
     return Fingerprint(
         format_version=message.format_version,
         model=message.model,
         weights_digest=message.weights_digest,
         dtype=message.dtype,
-        layers=group.layers,
-        kv_heads=group.kv_heads,
-        head_dim=group.head_dim,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         block_tokens=message.block_tokens,
+        windows=tuple(group.window if group.HasField("window") else None for group in message.groups),
     )

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from paceline.checkpoint import reader, source
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.config import WorkerConfig
 from paceline.engine import device, weights
@@ -77,9 +78,8 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
         device="cuda" if config.on_gpu else "cpu",
         device_index=compute_device.index or 0,
     )
-    [group] = layout.groups
     fingerprint = Fingerprint.of(
-        group, model=checkpoint.name, weights_digest=reader.digest(checkpoint, seed=config.seed)
+        layout, model=checkpoint.name, weights_digest=reader.digest(checkpoint, seed=config.seed)
     )
     chosen = transports.create(config.transport, f"{worker}", hub=hub, device=region.device)
     _log.info("transport chosen", transport=chosen.name, why=chosen.why)
@@ -100,12 +100,14 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
 
 
 def _engine(config: WorkerConfig, shape: ModelConfig, tensors: weights.Weights) -> Engine:
-    runner, num_blocks = None, config.pool_blocks or CPU_POOL_BLOCKS
+    # Asked for by what they hold of all layers; a block is for the layers of one KV group.
+    groups = len(KvGroups.of(shape))
+    runner, num_blocks = None, groups * (config.pool_blocks or CPU_POOL_BLOCKS)
     if config.on_gpu:
         runner = device.create_runner(
             shape,
             tensors,
-            num_blocks=config.pool_blocks,
+            num_blocks=None if config.pool_blocks is None else num_blocks,
             token_budget=config.step_tokens,
             max_requests=config.step_requests,
             fraction=config.memory_fraction,

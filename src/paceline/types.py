@@ -209,6 +209,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_tokens: int
     pool_blocks: int
+    most_blocks: tuple[int | None, ...] = (None,)
+    """Of each KV group, the most blocks that a request has at once; None: one for each 16 tokens."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,12 +238,19 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def blocks_to_admit(prompt_tokens: int, max_tokens: int) -> int:
+def blocks_in_groups(num_tokens: int, most_blocks: Sequence[int | None]) -> int:
+    """Blocks of all KV groups that hold `num_tokens` tokens, where a request has `most_blocks` of a group at once."""
+    blocks = blocks_for(num_tokens)
+    return sum(blocks if most is None else min(blocks, most) for most in most_blocks)
+
+
+def blocks_to_admit(prompt_tokens: int, max_tokens: int, most_blocks: Sequence[int | None] = (None,)) -> int:
     """Blocks that a decode worker admits a request by: its prompt's, and a bounded part of its answer's.
 
     The last sampled token's KV is never stored.
     """
-    return min(blocks_for(prompt_tokens + max_tokens - 1), blocks_for(prompt_tokens) + GROWTH_BLOCKS)
+    most_tokens = (blocks_for(prompt_tokens) + GROWTH_BLOCKS) * BLOCK_TOKENS
+    return blocks_in_groups(min(prompt_tokens + max_tokens - 1, most_tokens), most_blocks)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], *, vocab_size: int) -> None:
@@ -272,7 +281,7 @@ def check_lengths(prompt_tokens: int, *, max_tokens: int, limits: Limits) -> Non
             f"{prompt_tokens} prompt tokens + max_tokens {max_tokens} = {needed} "
             f"is over the context of {limits.context_tokens} tokens",
         )
-    blocks = blocks_for(needed - 1)
+    blocks = blocks_in_groups(needed - 1, limits.most_blocks)
     if blocks > limits.pool_blocks:
         raise ExceedsPool(
             "prompt",

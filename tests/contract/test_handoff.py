@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import TransferFailed
 from paceline.kvtransfer.agent import TransferAgent
-from paceline.kvtransfer.layout import Fingerprint, KvGroup
+from paceline.kvtransfer.layout import Fingerprint, KvLayout
 from paceline.kvtransfer.outgoing import Outgoing, OutgoingState
 from paceline.kvtransfer.region import Region
 from paceline.kvtransfer.transfer import PartNotification, decode
@@ -16,7 +16,7 @@ from paceline.kvtransfer.transports import create
 from paceline.testing.transport_end import LIVENESS_S, ProcessEnd, pattern
 from paceline.types import ReservationId, WorkerKey
 
-GROUP = KvGroup(layers=4, kv_heads=2, head_dim=64, dtype="float32")
+GROUP = KvLayout(layers=4, kv_heads=2, head_dim=64, dtype="float32")
 PRINT = Fingerprint.of(GROUP, model="m", weights_digest="d")
 BLOCKS = 24
 SEED = 9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ class Batch:
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], absolute, from 0
-    store_rows: Tensor  # [tokens, 2 * kv_heads], where layer 0 keeps them
-    attention: Mapping[int | None, kernels.AttentionPlan]  # by the window of the layers that share it
+    store_rows: Sequence[Tensor]  # of each KV group [tokens, 2 * kv_heads], where its first layer keeps them
+    attention: Sequence[kernels.AttentionPlan]  # of each KV group
     sample_rows: Tensor  # [samples + scored], tokens whose logits are wanted, those to sample from first
     num_samples: int
     scoring: Scoring
@@ -31,47 +31,45 @@ class Batch:
 def build_batch(
     chunks: Sequence[Chunk],
     pool: Tensor,
-    windows: Collection[int | None] = (None,),
+    windows: Sequence[int | None] = (None,),
     latest: Mapping[EngineRequest, int] | None = None,
 ) -> Batch:
     """Flattens `chunks`, whose leases hold the blocks up to each chunk's end, for the pool of this shape and device.
 
-    `windows` are those that the model's layers have; `latest` has the tokens that requests do not know yet.
+    `windows` are those of the model's KV groups; `latest` has the tokens that requests do not know yet.
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     sample_rows: list[int] = []
-    opened: list[int] = []
     for chunk in chunks:
-        blocks = chunk.request.lease.blocks
         token_ids += chunk.request.tokens[chunk.start : chunk.end]
         if len(token_ids) < len(positions) + chunk.num_tokens:
             assert latest is not None, f"{chunk.request.request_id} waits for its last token"
             token_ids.append(latest[chunk.request])
         positions += range(chunk.start, chunk.end)
-        slots += [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(chunk.start, chunk.end)]
         if chunk.samples:
             sample_rows.append(len(token_ids) - 1)
-        last_block, filled = divmod(chunk.end, BLOCK_TOKENS)
-        if filled and last_block * BLOCK_TOKENS >= chunk.start:
-            opened.append(blocks[last_block])
     num_samples = len(sample_rows)
     scoring = Scoring(chunks)
+    starts, lengths = [chunk.start for chunk in chunks], [chunk.num_tokens for chunk in chunks]
+    store_rows: list[Tensor] = []
+    attention: list[kernels.AttentionPlan] = []
+    opened: list[int] = []
+    for group, window in enumerate(windows):
+        tables = [chunk.request.lease.tables[group] for chunk in chunks]
+        slots: list[int] = []
+        for chunk, table in zip(chunks, tables, strict=True):
+            slots += [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(chunk.start, chunk.end)]
+            last_block, filled = divmod(chunk.end, BLOCK_TOKENS)
+            if filled and last_block * BLOCK_TOKENS >= chunk.start:
+                opened.append(table[last_block])
+        store_rows.append(kernels.store_rows(_ids(slots, pool), pool))
+        attention.append(kernels.plan_attention(starts, lengths, tables, pool, window))
     return Batch(
         token_ids=_ids(token_ids, pool),
         positions=_ids(positions, pool),
-        store_rows=kernels.store_rows(_ids(slots, pool), pool),
-        attention={
-            window: kernels.plan_attention(
-                [chunk.start for chunk in chunks],
-                [chunk.num_tokens for chunk in chunks],
-                [chunk.request.lease.blocks for chunk in chunks],
-                pool,
-                window,
-            )
-            for window in windows
-        },
+        store_rows=store_rows,
+        attention=attention,
         sample_rows=_ids(sample_rows + scoring.rows, pool),
         num_samples=num_samples,
         scoring=scoring,

@@ -14,15 +14,15 @@ makes runs: with the oldest block go its neighbours, if they are old too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Final
 
+from paceline.engine.block_lease import BlockLease, Hit, LeaseReleased
 from paceline.engine.extents import Extents, runs
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.errors import EngineError
 from paceline.prefix import BlockHash
 
-__all__ = ["BlockLease", "BlockPool", "LeaseReleased", "PoolExhausted", "runs"]
+__all__ = ["BlockLease", "BlockPool", "Hit", "LeaseReleased", "PoolExhausted", "runs"]
 
 _SEEDS: Final = 8
 """How many of the oldest blocks are looked at for a run around them that is long enough."""
@@ -37,117 +37,15 @@ class PoolExhausted(EngineError):
         self.free = free
 
 
-class LeaseReleased(EngineError):
-    """A lease used after its release: a fault of the holder."""
-
-    def __init__(self) -> None:
-        super().__init__("the block lease has already been released")
-
-
-class BlockLease:
-    """A handle on blocks of one pool, in the order of the tokens they hold. A `with` block releases it at its end."""
-
-    __slots__ = ("_blocks", "_expected", "_pool", "_shared")
-
-    def __init__(self, pool: BlockPool, blocks: list[int], *, shared: int = 0, expected: int = 0) -> None:
-        self._pool: BlockPool | None = pool
-        self._blocks = blocks
-        self._shared = shared
-        self._expected = expected
-
-    def __len__(self) -> int:
-        """Blocks held now."""
-        return len(self._blocks)
-
-    @property
-    def blocks(self) -> list[int]:
-        """Ids of the blocks held now. Read it, never change it; it grows in place by `extend`."""
-        return self._blocks
-
-    @property
-    def shared(self) -> int:
-        """How many of the first blocks were there already when the lease was made: they are never written."""
-        return self._shared
-
-    @property
-    def expected(self) -> int:
-        """Blocks that it is likely to ask for next. Admission counts with them; nothing is kept for it."""
-        return self._expected
-
-    @property
-    def released(self) -> bool:
-        """True once `release` was called."""
-        return self._pool is None
-
-    def extend(self, count: int) -> None:
-        """Takes `count` more blocks. Raises `PoolExhausted`, and changes nothing, where as many are not free."""
-        self._held().extend_lease(self, count)
-
-    def grow_to(self, num_blocks: int) -> None:
-        """Takes as many more as it needs to hold `num_blocks`; nothing if it holds them already."""
-        if num_blocks > len(self._blocks):
-            self.extend(num_blocks - len(self._blocks))
-
-    def expect(self, count: int) -> None:
-        """Says anew how many blocks it is likely to ask for next."""
-        self._held().expect(count - self._expected)
-        self._expected = count
-
-    def adopt(self, prefix: Sequence[int]) -> None:
-        """Takes blocks that can be found in place of its own first ones, which hold nothing yet and are let go."""
-        self._held().adopt(self, prefix)
-
-    def share(self, count: int | None = None) -> BlockLease:
-        """Another lease on the first `count` blocks (all by default), which is not to write to them."""
-        return self._held().share(self._blocks if count is None else self._blocks[:count])
-
-    def split(self, at: int) -> BlockLease:
-        """Moves the blocks from index `at` on to a lease of their own, which is returned. Expectations stay here."""
-        pool = self._held()
-        tail = BlockLease(pool, self._blocks[at:], shared=max(0, self._shared - at))
-        del self._blocks[at:]
-        self._shared = min(self._shared, at)
-        return tail
-
-    def join(self, tail: BlockLease) -> None:
-        """Takes another lease's blocks over, behind its own; the other one is released by that."""
-        pool = self._held()
-        assert tail._held() is pool, "leases of one pool can be joined"
-        if self._shared == len(self._blocks):
-            self._shared += tail._shared
-        self._blocks.extend(tail._blocks)
-        pool.expect(-tail._expected)
-        tail._pool, tail._expected = None, 0
-
-    def release(self) -> None:
-        """Lets go of the blocks. A second release raises `LeaseReleased`."""
-        self._held().release_lease(self)
-        self._pool = None
-        self._expected = 0
-
-    def _held(self) -> BlockPool:
-        if self._pool is None:
-            raise LeaseReleased
-        return self._pool
-
-    def __enter__(self) -> BlockLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __repr__(self) -> str:
-        state = "released" if self.released else f"{self._shared} shared, +{self._expected} expected"
-        return f"BlockLease({len(self._blocks)} blocks, {state})"
-
-
 class BlockPool:
-    """`num_blocks` KV blocks, with ids from 0. Not thread-safe: it belongs to the engine's loop."""
+    """`num_blocks` KV blocks, with ids from 0, which `groups` KV groups share.
 
-    def __init__(self, num_blocks: int) -> None:
+    Not thread-safe: it belongs to the engine's loop.
+    """
+
+    def __init__(self, num_blocks: int, *, groups: int = 1) -> None:
         self.total = num_blocks
+        self.groups = groups
         self.cache = PrefixCache()
         self._blank = Extents(num_blocks)
         self._refs = [0] * num_blocks
@@ -180,88 +78,111 @@ class BlockPool:
         return self._returns
 
     def lease(self, count: int, *, prefix: Sequence[int] = (), expected: int = 0) -> BlockLease:
-        """A lease on `prefix`, blocks that can be found, and on `count` others behind them.
+        """A lease with `count` places in every table, behind those of `prefix`: blocks that can be found, of the only
+        group.
 
         Raises `PoolExhausted`, and changes nothing, where `cost` says that they are not to be had.
         """
-        if count < 0 or expected < 0:
-            raise ValueError(f"a lease of {count} blocks, and {expected} to come, cannot be")
-        cost = self.cost(count, prefix)
-        if cost > self.free:
-            raise PoolExhausted(cost, self.free)
-        for block in prefix:
-            self._hold(block)
-        blocks = [*prefix, *self._acquire(count, after=prefix[-1] if prefix else None)]
+        hit = Hit(len(prefix), (prefix,)) if prefix else Hit.none(self.groups)
+        return self.open(hit, [count] * self.groups, expected=expected)
+
+    def open(
+        self,
+        hit: Hit,
+        counts: Sequence[int],
+        *,
+        skipped: Sequence[int] | None = None,
+        spare: int = 0,
+        expected: int = 0,
+    ) -> BlockLease:
+        """A lease on what was found, on `counts` blocks of each group behind it, and on `spare` blocks in hand.
+
+        With `skipped`, and without a hit, each table begins with as many places that hold nothing. Raises as `lease`.
+        """
+        if min(counts) < 0 or spare < 0 or expected < 0:
+            raise ValueError(f"a lease of {counts} blocks, {spare} spare ones and {expected} to come cannot be")
+        found = hit.blocks
+        self.check_free(self.cost(sum(counts) + spare, found))
+        self.hold(found)
+        gone = [hit.reach - len(table) for table in hit.tables] if skipped is None else list(skipped)
+        tables = []
+        for count, table, empty in zip(counts, hit.tables, gone, strict=True):
+            tables.append([*[0] * empty, *table, *self.acquire(count, after=table[-1] if table else None)])
+        in_hand = self.acquire(spare, after=None) if spare else []
         self._expected += expected
-        return BlockLease(self, blocks, shared=len(prefix), expected=expected)
+        return BlockLease(self, tables, gone=gone, spare=in_hand, shared=hit.reach, expected=expected)
 
-    def cost(self, count: int, prefix: Sequence[int] = ()) -> int:
-        """Free blocks that `lease` would take: those found that nobody holds are among the free ones as well."""
-        return count + sum(self._refs[block] == 0 for block in prefix)
+    def cost(self, count: int, found: Sequence[int] = ()) -> int:
+        """Free blocks that `count` new ones and those found take: of these, what nobody holds is free as well."""
+        return count + sum(self._refs[block] == 0 for block in found)
 
-    def share(self, blocks: Sequence[int]) -> BlockLease:
-        """A lease on blocks that some lease already holds."""
-        for block in blocks:
+    def check_free(self, count: int) -> None:
+        """Raises `PoolExhausted` where fewer blocks are free."""
+        if count > self.free:
+            raise PoolExhausted(count, self.free)
+
+    def share(self, tables: list[list[int]], gone: list[int]) -> BlockLease:
+        """Serves `BlockLease.share`."""
+        lease = BlockLease(self, tables, gone=gone, shared=min(map(len, tables)))
+        for block in lease.blocks:
             if self._refs[block] == 0:
                 raise ValueError(f"block {block} is free: only held blocks can be shared")
-        for block in blocks:
-            self._refs[block] += 1
-        return BlockLease(self, list(blocks), shared=len(blocks))
+        self.hold(lease.blocks)
+        return lease
 
     def refs(self, block: int) -> int:
         """How many leases hold the block."""
         return self._refs[block]
 
     def publish(self, lease: BlockLease, hashes: Sequence[BlockHash], *, start: int, parent: BlockHash | None) -> None:
-        """Makes the lease's blocks from index `start` on findable, by hashes that chain behind `parent`."""
-        self.cache.publish(lease.blocks[start : start + len(hashes)], hashes, parent)
+        """Makes the lease's blocks from place `start` on findable, by hashes that chain behind `parent`."""
+        for group in range(self.groups):
+            self.publish_group(lease, group, hashes, start=start, parent=parent)
+
+    def publish_group(
+        self, lease: BlockLease, group: int, hashes: Sequence[BlockHash], *, start: int, parent: BlockHash | None
+    ) -> None:
+        """As `publish`, of one group, as far as the lease has not let go of them."""
+        passed = max(0, lease.gone[group] - start)
+        blocks = lease.tables[group][start + passed : start + len(hashes)]
+        parent = hashes[passed - 1] if 0 < passed <= len(hashes) else parent
+        self.cache.publish(blocks, hashes[passed:], parent, group=group)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Makes blocks unfindable, whoever holds them: their content is not to be trusted."""
         for block in self.cache.forget(blocks):
             self._blank.put(block, 1)
 
-    def adopt(self, lease: BlockLease, prefix: Sequence[int]) -> None:
-        """Serves `BlockLease.adopt`. What was shared stays."""
-        first, end = lease.shared, len(prefix)
-        for block in prefix[first:]:
-            self._hold(block)
-        replaced = BlockLease(self, lease.blocks[first:end])
-        lease.blocks[first:end] = prefix[first:]
-        lease._shared = end
-        self.release_lease(replaced)
-
     def expect(self, change: int) -> None:
         """Serves `BlockLease.expect`."""
         self._expected += change
 
-    def extend_lease(self, lease: BlockLease, count: int) -> None:
-        """Serves `BlockLease.extend`."""
-        if count < 0:
-            raise ValueError(f"a lease cannot be extended by {count}")
-        if count > self.free:
-            raise PoolExhausted(count, self.free)
-        lease.blocks.extend(self._acquire(count, after=lease.blocks[-1] if lease.blocks else None))
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Serves leases: one more of them holds the blocks."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                self.cache.hold(block)
+            self._refs[block] += 1
 
-    def release_lease(self, lease: BlockLease) -> None:
-        """Serves `BlockLease.release`."""
-        self._expected -= lease.expected
+    def let_go(self, blocks: Sequence[int]) -> int:
+        """Serves leases: one less of them holds the blocks. Returns how many that frees."""
         self._returns += 1
-        blank: list[int] = []
-        for block in reversed(lease.blocks):  # the end of a chain is let go first, and so evicted first
+        freed, blank = 0, []
+        for block in reversed(blocks):  # the end of a chain is let go first, and so evicted first
             self._refs[block] -= 1
-            if self._refs[block] == 0 and not self.cache.let_go(block):
-                blank.append(block)
+            if self._refs[block] == 0:
+                freed += 1
+                if not self.cache.let_go(block):
+                    blank.append(block)
         for start, length in runs(sorted(blank)):
             self._blank.put(start, length)
+        return freed
 
-    def _hold(self, block: int) -> None:
-        if self._refs[block] == 0:
-            self.cache.hold(block)
-        self._refs[block] += 1
+    def acquire(self, count: int, after: int | None) -> list[int]:
+        """Serves leases: takes `count` blocks, which are free, in few runs.
 
-    def _acquire(self, count: int, after: int | None) -> list[int]:
-        """`count` blocks, which are free, in few runs. For those, about as many idle ones are evicted at most."""
+        For those, about as many idle ones are evicted at most. They should follow the block `after`.
+        """
         follows = 0 if after is None else self._blank.run_from(after + 1)
         missing, evicted = max(0, count - follows), 0
         while self._blank.count < count or (self._blank.longest < missing and evicted < missing and self.cache.idle):

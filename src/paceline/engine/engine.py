@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.block_pool import BlockLease, BlockPool
 from paceline.engine.logits import Shaping
@@ -39,6 +40,7 @@ from paceline.types import (
     SamplingParams,
     WorkerLoad,
     blocks_for,
+    blocks_in_groups,
 )
 
 
@@ -98,8 +100,8 @@ class Engine:
 
         `watermark` is the share of the pool up to which new requests are admitted beside others.
         """
-        self.limits = Limits(vocab_size=config.vocab_size, context_tokens=config.context_tokens, pool_blocks=num_blocks)
-        self.pool = BlockPool(num_blocks)
+        self.groups = KvGroups.of(config)
+        self.pool = BlockPool(num_blocks, groups=len(self.groups))
         self.runner: StepRunner = Runner(config, weights, num_blocks=num_blocks) if runner is None else runner
         self.stats = EngineStats()
         self._scheduler = Scheduler(
@@ -113,7 +115,21 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._leaving: set[EngineRequest] = set()  # that ended, and whose blocks a step in flight may write to
         self._retired_at = 0.0
-        self._memory = Memory(self.pool, self._scheduler, watermark=watermark, caching=prefix_cache)
+        self._slides = self.groups.windowed
+        self._memory = Memory(
+            self.pool,
+            self._scheduler,
+            watermark=watermark,
+            caching=prefix_cache,
+            groups=self.groups,
+            depth=self.runner.depth,
+        )
+        self.limits = Limits(
+            vocab_size=config.vocab_size,
+            context_tokens=config.context_tokens,
+            pool_blocks=num_blocks,
+            most_blocks=self._memory.most_blocks,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -143,13 +159,17 @@ class Engine:
 
     @property
     def occupancy(self) -> tuple[int, int]:
-        """Tokens whose KV is stored for requests in hand, and slots of the blocks that they hold; shared ones once."""
+        """Tokens whose KV is stored for requests in hand, in each group, and slots of the blocks that they hold; shared
+        ones once."""
         stored: dict[int, int] = {}
+        spare = 0
         for request in self._scheduler.requests:
-            for index, block in enumerate(request.lease.blocks):
-                filled = min(BLOCK_TOKENS, max(0, request.computed - index * BLOCK_TOKENS))
-                stored[block] = max(filled, stored.get(block, 0))
-        return sum(stored.values()), len(stored) * BLOCK_TOKENS
+            spare += request.lease.spare
+            for table, gone in zip(request.lease.tables, request.lease.gone, strict=True):
+                for index in range(gone, len(table)):
+                    filled = min(BLOCK_TOKENS, max(0, request.computed - index * BLOCK_TOKENS))
+                    stored[table[index]] = max(filled, stored.get(table[index], 0))
+        return sum(stored.values()), (len(stored) + spare) * BLOCK_TOKENS
 
     def try_reserve(
         self,
@@ -170,9 +190,27 @@ class Engine:
         upfront = total if upfront_tokens is None else min(total, blocks_for(upfront_tokens))
         return self._memory.admit(prompt, root, upfront=upfront, total=total)
 
-    def try_lease(self, num_blocks: int) -> BlockLease | None:
-        """Blocks in place of others that a request had been admitted with and lost; None where they are not free."""
-        return self.pool.lease(num_blocks) if num_blocks <= self.pool.free else None
+    def try_reserve_target(
+        self, prompt: Sequence[int], num_tokens: int, *, root: BlockHash | None = ROOT
+    ) -> tuple[BlockLease, BlockLease] | None:
+        """As `try_reserve`, for a prompt that is computed elsewhere: what is found of it, and what is to be written.
+
+        The second lease is `groups.missing` of the prompt, one group after the other. What is expected is the first
+        one's. Once all is written, `join` makes one lease of them.
+        """
+        return self._memory.admit_target(prompt, root, total=blocks_for(num_tokens))
+
+    def try_target(self, num_tokens: int, held_blocks: int) -> BlockLease | None:
+        """Blocks to be written in place of others that a request had been admitted with and lost; None: not free."""
+        return self._memory.target_again(num_tokens, held_blocks)
+
+    def try_scratch(self, num_blocks: int) -> BlockLease | None:
+        """Blocks for no tokens; None where they would keep a request out."""
+        return self._memory.admit_scratch(num_blocks)
+
+    def try_stock(self, lease: BlockLease, num_tokens: int) -> bool:
+        """Takes what a lease that is to `hold` lacks to compute so many tokens; False where it is not free."""
+        return self._memory.stock(lease, num_tokens)
 
     def add(
         self,
@@ -284,12 +322,14 @@ class Engine:
         the tokens are then to be computed again.
         """
         full, rest = divmod(num_tokens, BLOCK_TOKENS)
-        count = min(rest, 1)
+        count = self.pool.groups if rest else 0
         if count > self.pool.free:
             return self.pool.lease(0)
-        forked = self.pool.lease(count, prefix=lease.blocks[:full])
+        forked = lease.share(full)
         if rest:
-            self.runner.copy_block(lease.blocks[full], forked.blocks[full])
+            forked.extend(1)
+            for source, target in zip(lease.tables, forked.tables, strict=True):
+                self.runner.copy_block(source[full], target[full])
         return forked
 
     def step(self, tick: Callable[[], None] = _nothing) -> StepOutput:
@@ -333,6 +373,8 @@ class Engine:
         progress = self._scheduler.commit(flight.chunks, flight.step.result())
         for chunk, reached, done in zip(live, known, progress, strict=True):
             self._account(chunk, reached, done)
+            if self._slides and not chunk.request.lease.released:
+                self._memory.slide(chunk.request)
         for chunk in flight.chunks:
             if not chunk.request.ahead and chunk.request in self._leaving:
                 self._leaving.remove(chunk.request)
@@ -360,7 +402,7 @@ class Engine:
             stats.requests_failed += done.error is not None
             stats.requests_finished += done.error is None
             if done.error is not None:
-                self.pool.forget(request.lease.blocks)  # any of them may hold what made the logits unusable
+                self._memory.forget(request)
             self._end(request)
 
     def _end(self, request: EngineRequest) -> None:
@@ -380,8 +422,7 @@ class Engine:
         """Refuses what would fail in the middle of a batch and take the neighbours with it."""
         name = f"request {request.request_id}"
         last_output = request.sampling.max_tokens if request.stop_after is None else request.stop_after
-        at_end = blocks_for(request.stored_at_end)
-        needed = at_end if request.hold else blocks_for(request.computed)
+        at_end = blocks_in_groups(request.stored_at_end, self.limits.most_blocks)
         if self._scheduler.knows(request.request_id) or request.request_id in self._held:
             raise EngineError(f"{name} is here already")
         known = request.proposes and not request.hold and request.computed == len(request.tokens)
@@ -395,7 +436,14 @@ class Engine:
             raise EngineError(f"{name} proposes an unknown number of tokens, or neither holds nor goes on")
         if request.num_output and (self._scheduler.finish_reason(request) or request.num_output >= last_output):
             raise EngineError(f"{name} has ended with the output it came with")
-        if len(request.lease) < needed:
+        if not self._holds_enough(request):
+            stored = request.stored_at_end if request.hold else request.computed
+            needed = blocks_in_groups(stored, self.limits.most_blocks)
             raise EngineError(f"{name} needs {needed} KV blocks and was lent {len(request.lease)}")
         if at_end > self.pool.total:
             raise EngineError(f"{name} needs {at_end} KV blocks to its end, and the pool has {self.pool.total}")
+
+    def _holds_enough(self, request: EngineRequest) -> bool:
+        if request.hold and not self._memory.holds(request.lease, blocks_for(request.stored_at_end)):
+            return False
+        return request.lease.reach >= blocks_for(request.computed)

@@ -79,9 +79,10 @@ class GraphRunner(Runner):
         self._width = blocks_for(config.context_tokens)
         most_tokens, most_requests = max(token_budget, max_requests), max_requests
         num_slots = 2 * max_requests
-        self._slots = Slots(num_slots, self._width)
+        count = len(self.groups)
+        self._slots = Slots(num_slots, self._width, groups=count)
         self._spare_slot = num_slots
-        self._tables = torch.zeros((num_slots + 1, self._width), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((num_slots + 1, count, self._width), dtype=torch.int32, device=device)
         self._latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         ints = 2 * most_tokens + 3 * most_requests + 1
         self._ints = torch.zeros(ints, dtype=torch.int32, device=device)
@@ -92,10 +93,10 @@ class GraphRunner(Runner):
         self._staging = itertools.cycle(rings)
         self._token_ids = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most_tokens, dtype=torch.int64, device=device)
-        self._rows = torch.full((most_tokens, 1), -1, dtype=torch.int64, device=device)
+        self._rows = torch.full((count, most_tokens, 1), -1, dtype=torch.int64, device=device)
         self._contexts = torch.zeros(most_requests, dtype=torch.int32, device=device)
         self._sample_rows = torch.zeros(most_requests, dtype=torch.int64, device=device)
-        self._step_tables = torch.zeros((most_requests, self._width), dtype=torch.int32, device=device)
+        self._step_tables = torch.zeros((count, most_requests, self._width), dtype=torch.int32, device=device)
         self._last: DeviceStep | None = None
         self.last_shape: StepShape | None = None
         """Of the step that was launched last."""
@@ -153,51 +154,52 @@ class GraphRunner(Runner):
         """Logits [requests, vocab], float32, of what lies in the packed inputs."""
         inputs = StepInputs.within(self._ints, shape)
         token_ids, positions = self._token_ids[: shape.tokens], self._positions[: shape.tokens]
-        rows, contexts = self._rows[: shape.tokens], self._contexts[: shape.requests]
-        sample_rows, tables = self._sample_rows[: shape.requests], self._step_tables[: shape.requests]
-        kernels.expand_tokens(
-            inputs.owners,
-            inputs.given,
-            inputs.query_starts,
-            inputs.starts,
-            inputs.slots,
-            self._tables,
-            self._latest,
-            self.pool,
-            token_ids,
-            positions,
-            rows,
-        )
-        kernels.expand_requests(
-            inputs.query_starts,
-            inputs.starts,
-            inputs.slots,
-            self._tables,
-            self.pool.shape[-2],
-            contexts,
-            sample_rows,
-            tables,
-        )
+        rows, contexts = self._rows[:, : shape.tokens], self._contexts[: shape.requests]
+        sample_rows, tables = self._sample_rows[: shape.requests], self._step_tables[:, : shape.requests]
+        for group in range(len(self.groups)):  # what does not differ by the group is written by each alike
+            kernels.expand_tokens(
+                inputs.owners,
+                inputs.given,
+                inputs.query_starts,
+                inputs.starts,
+                inputs.slots,
+                self._tables[:, group],
+                self._latest,
+                self.pool,
+                token_ids,
+                positions,
+                rows[group],
+            )
+            kernels.expand_requests(
+                inputs.query_starts,
+                inputs.starts,
+                inputs.slots,
+                self._tables[:, group],
+                self.pool.shape[-2],
+                contexts,
+                sample_rows,
+                tables[group],
+            )
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
-            store_rows=rows,
-            attention={
-                window: PagedPlan(
+            store_rows=rows.unbind(0),
+            attention=[
+                PagedPlan(
                     query_starts=inputs.query_starts,
                     contexts=contexts,
-                    tables=tables,
+                    tables=table,
                     window=window,
                     few=1,
                     prefills=not shape.decodes,
                     splits=count_splits(shape.requests, self.pool.shape[1], self._reach(window)),
                 )
-                for window in self._windows
-            },
+                for window, table in zip(self.groups.windows, tables.unbind(0), strict=True)
+            ],
             sample_rows=sample_rows,
             num_samples=shape.requests,
             scoring=Scoring(()),
-            opened_blocks=rows[:0, 0],
+            opened_blocks=rows[0, :0, 0],
         )
         return self.model.forward(batch, self.pool, _nothing)
 

@@ -3,25 +3,31 @@
 A block is in the index from its publication until it is evicted or forgotten, whether a lease holds it or not. One that
 nobody holds counts as free; it keeps its content until the pool takes it back. Of one chain the end is older than the
 beginning, so that what is left of it can still be found.
+
+A hash has a block in each KV group. What is told of changes is the first group's: one hash for each block of tokens.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
-from paceline.prefix import BlockHash, KvChange, KvRemoved, KvStored
+from paceline.prefix import HASH_BYTES, BlockHash, KvChange, KvRemoved, KvStored
+
+_Key: TypeAlias = bytes
+"""A block's hash, and behind it the number of its KV group unless that is the first."""
 
 
 class PrefixCache:
     """The index of one pool::
 
-    idle blocks are a subset of the indexed ones      each hash has one block, each block at most one hash
+    idle blocks are a subset of the indexed ones      each hash has one block a group, each block at most one hash
     """
 
     def __init__(self) -> None:
-        self._block_of: dict[BlockHash, int] = {}
-        self._hash_of: dict[int, BlockHash] = {}
+        self._block_of: dict[_Key, int] = {}
+        self._hash_of: dict[int, _Key] = {}
         self._idle: OrderedDict[int, int] = OrderedDict()  # block -> when it was let go; the oldest first
         self._clock = 0
         self._changes: list[KvChange] = []
@@ -48,27 +54,35 @@ class PrefixCache:
         """True while `take_changes` has something to tell."""
         return bool(self._changes)
 
-    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def find(self, hashes: Sequence[BlockHash], *, group: int = 0) -> list[int]:
         """The blocks of a chain's beginning, as far as it is here."""
         found: list[int] = []
         for each in hashes:
-            block = self._block_of.get(each)
+            block = self._block_of.get(_key(each, group))
             if block is None:
                 break
             found.append(block)
         return found
 
-    def publish(self, blocks: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+    def get(self, each: BlockHash, group: int) -> int | None:
+        """The block of one hash, if it is here."""
+        return self._block_of.get(_key(each, group))
+
+    def publish(
+        self, blocks: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash | None, *, group: int = 0
+    ) -> None:
         """Makes held blocks, a chain behind `parent`, findable. A hash that is here already keeps its block."""
         added: list[BlockHash] = []
         for block, each in zip(blocks, hashes, strict=True):
-            if each in self._block_of or block in self._hash_of:
+            key = _key(each, group)
+            if key in self._block_of or block in self._hash_of:
                 self._tell_stored(parent, added)
                 parent, added = each, []
                 continue
-            self._block_of[each] = block
-            self._hash_of[block] = each
-            added.append(each)
+            self._block_of[key] = block
+            self._hash_of[block] = key
+            if group == 0:
+                added.append(each)
         self._tell_stored(parent, added)
 
     def forget(self, blocks: Iterable[int]) -> list[int]:
@@ -80,7 +94,8 @@ class PrefixCache:
             if each is None:
                 continue
             del self._block_of[each]
-            removed.append(each)
+            if len(each) == HASH_BYTES:
+                removed.append(each)
             if self._idle.pop(block, None) is not None:
                 freed.append(block)
         if removed:
@@ -125,3 +140,7 @@ class PrefixCache:
     def _tell_stored(self, parent: BlockHash | None, hashes: list[BlockHash]) -> None:
         if hashes:
             self._changes.append(KvStored(parent, tuple(hashes)))
+
+
+def _key(each: BlockHash, group: int) -> _Key:
+    return each if group == 0 else each + group.to_bytes(2, "little")

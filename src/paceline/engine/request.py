@@ -9,7 +9,7 @@ from paceline.engine.block_pool import BlockLease
 from paceline.engine.logits import Shaping
 from paceline.errors import EngineError
 from paceline.prefix import ROOT, BlockHash
-from paceline.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, TokenLogprob, blocks_for
+from paceline.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -89,11 +89,6 @@ class EngineRequest:
     def stored_at_end(self) -> int:
         """Tokens whose KV is stored at its end, at most. The last sampled token's never is."""
         return self.num_prompt + self.outputs_allowed - 1
-
-    @property
-    def growth(self) -> int:
-        """Blocks that it may still ask for, were each of its tokens stored."""
-        return max(0, blocks_for(self.stored_at_end) - len(self.lease))
 
     def lose_blocks(self) -> None:
         """Gives them back, with no step in flight. What it has sampled, and told, stays; all else is computed again."""

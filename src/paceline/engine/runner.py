@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline import kernels
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine import sampler
 from paceline.engine.batch import Batch, build_batch
@@ -55,7 +56,7 @@ class StepRunner(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers and heads: a contiguous piece of the pool."""
+        """Bytes of one block, a KV group's layers and all heads: a contiguous piece of the pool."""
 
     def launch(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
         """Starts the chunks, whose leases reach to their ends, and sampling for those that complete their requests.
@@ -65,20 +66,21 @@ class StepRunner(Protocol):
         """
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copies a block, all layers and heads, within the pool, behind the steps in flight."""
+        """Copies a block, its layers and all heads, within the pool, behind the steps in flight."""
 
 
 class Runner:
     """Computes each step as it is launched, on the weights' device, over one KV pool.
 
-    `pool` is `[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`, contiguous, in the weights' dtype; it is
-    allocated here once and never moves. A `depth` of 1 keeps results back by a step, as a GPU does: for tests.
+    `pool` is `[num_blocks, kv_heads, layers of a KV group, 2, BLOCK_TOKENS, head_dim]`, contiguous, in the weights'
+    dtype; it is allocated here once and never moves. A `depth` of 1 keeps results back by a step, as a GPU does: for
+    tests.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, *, num_blocks: int, depth: int = 0) -> None:
         self.model = create(config, weights)
         self.depth = depth
-        self._windows = {config.window_of(layer) for layer in range(config.num_layers)}
+        self.groups = KvGroups.of(config)
         self._known: dict[EngineRequest, int] = {}  # what the last step sampled: its request may not know it yet
         self.pool = torch.zeros(
             self.pool_shape(config, num_blocks), dtype=weights.embed.dtype, device=weights.embed.device
@@ -86,8 +88,8 @@ class Runner:
 
     @staticmethod
     def pool_shape(config: ModelConfig, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        """`[num_blocks, kv_heads, layers, 2, BLOCK_TOKENS, head_dim]`."""
-        return (num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim)
+        """`[num_blocks, kv_heads, layers of a KV group, 2, BLOCK_TOKENS, head_dim]`."""
+        return (num_blocks, config.num_kv_heads, KvGroups.of(config).layers, 2, BLOCK_TOKENS, config.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -101,7 +103,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> Sampled:
         """Computes the chunks, and samples for those that complete their requests."""
-        batch = build_batch(chunks, self.pool, self._windows, self._known)
+        batch = build_batch(chunks, self.pool, self.groups.windows, self._known)
         if batch.opened_blocks.numel():
             # A block that starts out partly filled is read whole, with the rest masked. Masking hides any number but
             # NaN, and the block's last owner may have left some: its failure must not become ours.

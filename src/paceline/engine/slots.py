@@ -7,7 +7,7 @@ sampled last. A request keeps its slot until another needs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ class _Slot:
     request: EngineRequest | None = None
     lease: BlockLease | None = None
     shared: int = 0
-    told: int = 0  # of the lease's blocks, from the first
+    told: list[int] = field(default_factory=list)  # of each group's table, entries from the first
 
     @property
     def idle(self) -> bool:
@@ -31,10 +31,13 @@ class _Slot:
 
 
 class Slots:
-    """`count` slots with tables of `width` blocks. `count` is at least twice the chunks of a step."""
+    """`count` slots, each with a table of `width` blocks for each KV group. `count` is at least twice the chunks of a
+    step.
+    """
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, *, groups: int = 1) -> None:
         self._width = width
+        self._groups = groups
         self._slots = [_Slot(index) for index in range(count)]
         self._free = self._slots[::-1]
         self._of: dict[EngineRequest, _Slot] = {}
@@ -50,12 +53,13 @@ class Slots:
         for slot, chunk in zip(slots, chunks, strict=True):
             lease = chunk.request.lease
             if lease is not slot.lease or lease.shared != slot.shared:
-                slot.lease, slot.shared, slot.told = lease, lease.shared, 0
-            if len(lease) > slot.told:
-                first = slot.index * self._width
-                self._places.append(np.arange(first + slot.told, first + len(lease), dtype=np.int64))
-                self._blocks += lease.blocks[slot.told :]
-                slot.told = len(lease)
+                slot.lease, slot.shared, slot.told = lease, lease.shared, [0] * self._groups
+            for group, (table, told) in enumerate(zip(lease.tables, slot.told, strict=True)):
+                if len(table) > told:
+                    first = (slot.index * self._groups + group) * self._width
+                    self._places.append(np.arange(first + told, first + len(table), dtype=np.int64))
+                    self._blocks += table[told:]
+                    slot.told[group] = len(table)
         return [slot.index for slot in slots]
 
     def take_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
@@ -76,7 +80,7 @@ class Slots:
             self._sweep(present)
         for request in new:
             slot = self._free.pop()
-            slot.request, slot.lease, slot.told = request, None, 0
+            slot.request, slot.lease = request, None
             self._of[request] = slot
 
     def _sweep(self, present: set[EngineRequest]) -> None:

@@ -24,37 +24,36 @@ class Answer:
     logprobs: list[Tensor] = field(default_factory=list)
 
 
-def blocks_needed(prompts: Sequence[list[int]], *, new_tokens: int) -> int:
-    """Blocks of the pool that `answers` takes."""
-    return sum(blocks_for(len(prompt) + new_tokens) for prompt in prompts)
+def blocks_needed(prompts: Sequence[list[int]], *, new_tokens: int, groups: int = 1) -> int:
+    """Blocks of the pool that `answers` takes at most."""
+    return groups * sum(blocks_for(len(prompt) + new_tokens) for prompt in prompts)
 
 
 @torch.inference_mode()
 def answers(runner: Runner, prompts: Sequence[list[int]], *, chunk: int, new_tokens: int = 1) -> list[Answer]:
-    """All prompts at once, each advancing by `chunk` tokens a step until it is done with its prompt."""
-    pool = BlockPool(runner.pool.shape[0])
+    """All prompts at once, each advancing by `chunk` tokens a step until it is done with its prompt.
+
+    What slides out of a window is let go of after each step, and taken by whoever needs a block next.
+    """
+    groups = runner.groups
+    pool = BlockPool(runner.pool.shape[0], groups=len(groups))
     requests = [
-        EngineRequest(
-            RequestId(str(index)),
-            list(prompt),
-            len(prompt),
-            SamplingParams(),
-            pool.lease(blocks_for(len(prompt) + new_tokens)),
-        )
+        EngineRequest(RequestId(str(index)), list(prompt), len(prompt), SamplingParams(), pool.lease(0))
         for index, prompt in enumerate(prompts)
     ]
     found = [Answer() for _ in prompts]
-    config = runner.model.config
-    windows = {config.window_of(layer) for layer in range(config.num_layers)}
     while unfinished := [index for index, answer in enumerate(found) if len(answer.token_ids) < new_tokens]:
         step = [
             Chunk(requests[index], requests[index].computed, min(chunk, requests[index].remaining))
             for index in unfinished
         ]
-        logits = runner.model.forward(build_batch(step, runner.pool, windows), runner.pool, lambda: None)
+        for part in step:
+            part.request.lease.grow_to(blocks_for(part.end))
+        logits = runner.model.forward(build_batch(step, runner.pool, groups.windows), runner.pool, lambda: None)
         sampling = [index for index, part in zip(unfinished, step, strict=True) if part.samples]
         for part in step:
             part.request.computed = part.end
+            part.request.lease.slide(groups.first_read(part.end))
         for index, logprobs in zip(sampling, logits.log_softmax(-1), strict=True):
             token_id = int(logprobs.argmax())
             found[index].token_ids.append(token_id)

@@ -11,6 +11,8 @@ import torch
 
 from paceline.checkpoint import resolve
 from paceline.checkpoint.dummy import SHAPES
+from paceline.checkpoint.kv_groups import KvGroups
+from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.engine import Engine
 from paceline.engine.graph_runner import GraphRunner
 from paceline.engine.runner import Runner
@@ -18,7 +20,8 @@ from paceline.engine.weights import Weights, load
 from paceline.types import RequestId, SamplingParams
 
 TINY = msgspec.structs.replace(SHAPES["tiny"], context_tokens=256)
-BLOCKS, BUDGET, REQUESTS = 12, 32, 6
+WINDOWED = msgspec.structs.replace(TINY, windows=(20, None))
+BLOCKS, BUDGET, REQUESTS = 12, 32, 6  # blocks of tokens
 
 
 def tokens(engine: Engine, seed: int, count: int) -> dict[str, list[int]]:
@@ -51,18 +54,21 @@ def tokens(engine: Engine, seed: int, count: int) -> dict[str, list[int]]:
     return found
 
 
-def made(runner: Runner, weights: Weights) -> Engine:
-    return Engine(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS, runner=runner)
+def made(config: ModelConfig, runner: Runner, weights: Weights) -> Engine:
+    blocks = runner.pool.shape[0]
+    return Engine(config, weights, num_blocks=blocks, token_budget=BUDGET, max_requests=REQUESTS, runner=runner)
 
 
+@pytest.mark.parametrize("config", [TINY, WINDOWED], ids=["full", "windowed"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_it_gives_the_same_tokens_as_a_runner_that_computes_at_once(
-    seed: int, triton_backend: None, device: torch.device
+    seed: int, config: ModelConfig, triton_backend: None, device: torch.device
 ) -> None:
-    weights = load(resolve("dummy:tiny", cache_dir=Path("unused")), TINY, dtype=torch.float32, device=device, seed=3)
-    plain = made(Runner(TINY, weights, num_blocks=BLOCKS), weights)
-    runner = GraphRunner(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS)
+    weights = load(resolve("dummy:tiny", cache_dir=Path("unused")), config, dtype=torch.float32, device=device, seed=3)
+    blocks = BLOCKS * len(KvGroups.of(config))
+    plain = made(config, Runner(config, weights, num_blocks=blocks), weights)
+    runner = GraphRunner(config, weights, num_blocks=blocks, token_budget=BUDGET, max_requests=REQUESTS)
     if device.type == "cuda":
         runner.capture()
     count = 60 if device.type == "cuda" else 6
-    assert tokens(made(runner, weights), seed, count) == tokens(plain, seed, count)
+    assert tokens(made(config, runner, weights), seed, count) == tokens(plain, seed, count)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Source, SourceKind, read_config
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.engine.runner import Runner
 from paceline.engine.weights import load
 from paceline.testing.checkpoints import save_gguf
@@ -28,7 +29,9 @@ def prompts() -> list[list[int]]:
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Runner:
     source = Source(SourceKind.FOLDER, folder.name, folder)
     config = read_config(source)
-    return Runner(config, load(source, config, dtype=dtype, device="cpu"), num_blocks=NUM_BLOCKS)
+    return Runner(
+        config, load(source, config, dtype=dtype, device="cpu"), num_blocks=NUM_BLOCKS * len(KvGroups.of(config))
+    )
 
 
 def assert_equal_to(model: Any, runner: Runner, chunk: int) -> None:
@@ -66,7 +69,8 @@ def test_a_gguf_file_gives_the_same_as_the_folder_it_was_made_from(
     read = read_config(source)
     assert read.windows == config.windows
     assert read.rope_factors == pytest.approx(config.rope_factors, rel=1e-6)
-    runner = Runner(read, load(source, read, dtype=torch.float32, device="cpu"), num_blocks=NUM_BLOCKS)
+    num_blocks = NUM_BLOCKS * len(KvGroups.of(read))
+    runner = Runner(read, load(source, read, dtype=torch.float32, device="cpu"), num_blocks=num_blocks)
     assert_equal_to(model, runner, 64)
 
 
@@ -92,5 +96,9 @@ def test_a_dummy_of_each_kind_has_random_weights_and_runs(tmp_path: Path, archit
     save(make(architecture, SHAPES[0]), tmp_path)
     source = Source(SourceKind.DUMMY, "dummy:it", tmp_path / "config.json")
     config = read_config(source)
-    runner = Runner(config, load(source, config, dtype=torch.float32, device="cpu"), num_blocks=NUM_BLOCKS)
+    runner = Runner(
+        config,
+        load(source, config, dtype=torch.float32, device="cpu"),
+        num_blocks=NUM_BLOCKS * len(KvGroups.of(config)),
+    )
     assert all(0.1 < float(answer.logprobs[0].std()) < 10 for answer in answers(runner, prompts(), chunk=64))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline import kernels
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.batch import Batch
 from paceline.engine.scoring import head_logits
@@ -21,6 +22,7 @@ class Gemma3:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
+        self._places = KvGroups.of(config).places
         assert config.local_rope_theta is not None, "Gemma 3 has a rotary base for its layers with a window"
         device = weights.embed.device
         self._global = kernels.rope_tables(
@@ -67,9 +69,10 @@ class Gemma3:
         assert layer.k_norm is not None
         qkv = kernels.linear(hidden, layer.qkv).view(hidden.shape[0], -1, config.head_dim)
         kernels.qk_norm(qkv, config.num_kv_heads, layer.q_norm, layer.k_norm, config.norm_eps)
-        kernels.rope_and_store(qkv, *angles, batch.store_rows, pool, index)
-        plan = batch.attention[config.window_of(index)]
-        return kernels.linear(kernels.attention(qkv, pool, index, plan, config.attention_scale), layer.o)
+        group, row = self._places[index]
+        kernels.rope_and_store(qkv, *angles, batch.store_rows[group], pool, row)
+        found = kernels.attention(qkv, pool, row, batch.attention[group], config.attention_scale)
+        return kernels.linear(found, layer.o)
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline import kernels
+from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.batch import Batch
 from paceline.engine.scoring import head_logits
@@ -20,6 +21,7 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
+        self._places = KvGroups.of(config).places
         self._cos, self._sin = kernels.rope_tables(
             config.head_dim, config.context_tokens, config.rope_theta, weights.embed.device, config.rope_factors
         )
@@ -50,9 +52,10 @@ class Llama:
         qkv = kernels.linear(hidden, layer.qkv, layer.qkv_bias).view(hidden.shape[0], -1, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             kernels.qk_norm(qkv, config.num_kv_heads, layer.q_norm, layer.k_norm, config.norm_eps)
-        kernels.rope_and_store(qkv, cos, sin, batch.store_rows, pool, index)
-        plan = batch.attention[config.window_of(index)]
-        return kernels.linear(kernels.attention(qkv, pool, index, plan, config.attention_scale), layer.o)
+        group, row = self._places[index]
+        kernels.rope_and_store(qkv, cos, sin, batch.store_rows[group], pool, row)
+        found = kernels.attention(qkv, pool, row, batch.attention[group], config.attention_scale)
+        return kernels.linear(found, layer.o)
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

@@ -21,6 +21,6 @@ class Model(Protocol):
     def forward(self, batch: Batch, pool: Tensor, tick: Callable[[], None]) -> Tensor:
         """Computes the batch, storing its KV, and returns logits [samples, vocab], float32.
 
-        `pool` is `[num_blocks, kv_heads, layers, 2, block_tokens, head_dim]`; `batch` has a plan for the window of
-        each layer. `tick` is called before each layer.
+        `pool` is `[num_blocks, kv_heads, layers of a group, 2, block_tokens, head_dim]`; `batch` has a plan for each
+        KV group. `tick` is called before each layer.
         """
