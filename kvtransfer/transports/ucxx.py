@@ -12,7 +12,6 @@ that endpoint afterwards is a segmentation fault.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import secrets
 from collections.abc import Sequence
@@ -22,50 +21,12 @@ from typing import Any
 import msgspec
 
 from paceline.errors import FingerprintMismatch, StartupError, TransferFailed
-from paceline.kvtransfer.region import DeviceKind, Region
+from paceline.kvtransfer.region import Region
 from paceline.kvtransfer.transports.transport import Finished, Handle, Notification, Peer, Piece, Polled, check_pieces
+from paceline.kvtransfer.transports.ucxx_messages import DECODER, Answer, Metadata, Offer, view
 from paceline.log import get_logger
 
 log = get_logger(__name__)
-
-Span = tuple[int, int]
-"""The first of some neighbouring blocks of the target, and how many."""
-
-
-class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="ucxx-1"):
-    """What `register` returns, encoded. Whoever has the tag may offer writes: never printed."""
-
-    name: str
-    address: bytes
-    tag: int  # under which this side listens
-    num_blocks: int
-    block_bytes: int
-    device: DeviceKind
-
-    def __repr__(self) -> str:
-        return "_Metadata(...)"
-
-
-class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """A post, before its data."""
-
-    writer: str
-    address: bytes
-    answer_tag: int
-    number: int  # of the handle
-    first_tag: int  # of the data; a span a tag, upwards
-    spans: tuple[Span, ...]
-    notification: bytes | None
-
-
-class _Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """All of an offer is there, or it never will be."""
-
-    number: int
-    error: str | None
-
-
-_DECODER = msgspec.msgpack.Decoder(_Offer | _Answer)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,14 +58,14 @@ class _Write:
     peer: Peer
     remote: _Remote
     sent: _Messages
-    answer: _Answer | None = None
+    answer: Answer | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Incoming:
     """An offer whose data is being received."""
 
-    offer: _Offer
+    offer: Offer
     received: _Messages
 
 
@@ -161,14 +122,14 @@ class UcxxTransport:
         self._region = region
         address = self._worker.address.tobytes()
         return msgspec.msgpack.encode(
-            _Metadata(self._name, address, self._tag, region.num_blocks, region.block_bytes, region.device)
+            Metadata(self._name, address, self._tag, region.num_blocks, region.block_bytes, region.device)
         )
 
     def connect(self, metadata: bytes) -> Peer:
         """Opens an endpoint; see `Transport.connect`."""
         ours = self._own_region()
         try:
-            theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
+            theirs = msgspec.msgpack.decode(metadata, type=Metadata)
             region = Region(ours.address, theirs.num_blocks, theirs.block_bytes, theirs.device)
         except (msgspec.DecodeError, ValueError) as error:
             raise TransferFailed("the peer's metadata is not of this version of the ucxx transport") from error
@@ -197,12 +158,12 @@ class UcxxTransport:
         first_tag = secrets.randbits(62)
         spans = tuple((piece.target_block, piece.num_blocks) for piece in pieces)
         address = self._worker.address.tobytes()
-        offer = _Offer(self._name, address, self._tag, self._posted, first_tag, spans, notification)
+        offer = Offer(self._name, address, self._tag, self._posted, first_tag, spans, notification)
         sent = _Messages([], [])
         try:
             self._send(remote.endpoint, msgspec.msgpack.encode(offer), remote.tag, sent)
             for place, piece in enumerate(pieces):
-                self._send(remote.endpoint, _view(ours, piece.source_block, piece.num_blocks), first_tag + place, sent)
+                self._send(remote.endpoint, view(ours, piece.source_block, piece.num_blocks), first_tag + place, sent)
         except self._errors as error:
             log.debug("post failed", peer=peer.name, error=str(error))  # what was sent before ends through `poll`
         write = _Write(Handle(self._posted), peer, remote, sent)
@@ -219,7 +180,7 @@ class UcxxTransport:
         except self._errors as error:
             log.warning("UCX makes no progress", error=str(error))
         for message in self._messages():
-            if isinstance(message, _Answer):
+            if isinstance(message, Answer):
                 write = self._writes.get(message.number)
                 if write is not None:
                     write.answer = message
@@ -269,7 +230,7 @@ class UcxxTransport:
         sent.buffers += (contents, buffer)
         sent.requests.append(endpoint.tag_send(buffer, self._library.UCXXTag(tag)))
 
-    def _messages(self) -> list[_Offer | _Answer]:
+    def _messages(self) -> list[Offer | Answer]:
         """Offers and answers that came, whole: a long one may take its sender's help, and so some polls."""
         tag = self._library.UCXXTag(self._tag)
         while (probed := self._worker.tag_probe(tag)).matched:
@@ -279,23 +240,23 @@ class UcxxTransport:
         whole = [each for each in self._arriving if each.complete]
         if whole:
             self._arriving = [each for each in self._arriving if each not in whole]
-        messages: list[_Offer | _Answer] = []
+        messages: list[Offer | Answer] = []
         for each in whole:
             try:
                 each.requests[0].check_error()
-                messages.append(_DECODER.decode(each.buffers[0]))
+                messages.append(DECODER.decode(each.buffers[0]))
             except msgspec.DecodeError as error:
                 log.warning("a message that is none was ignored", error=str(error))
             except self._errors as error:
                 log.debug("a message was cut off", error=str(error))
         return messages
 
-    def _receive(self, offer: _Offer) -> None:
+    def _receive(self, offer: Offer) -> None:
         ours = self._own_region()
         received = _Messages([], [])
         if all(ours.holds(*span) for span in offer.spans):
             for place, span in enumerate(offer.spans):
-                contents = _view(ours, *span)
+                contents = view(ours, *span)
                 buffer = self._array(contents)
                 received.buffers += (contents, buffer)
                 tag = self._library.UCXXTag(offer.first_tag + place)
@@ -320,13 +281,13 @@ class UcxxTransport:
             self._answer(incoming.offer, None)
         return notifications
 
-    def _answer(self, offer: _Offer, error: str | None) -> None:
+    def _answer(self, offer: Offer, error: str | None) -> None:
         sent = _Messages([], [])
         try:
             endpoint = self._writers.get(offer.writer)
             if endpoint is None or not endpoint.alive:
                 endpoint = self._writers[offer.writer] = self._endpoint(offer.address)
-            answer = msgspec.msgpack.encode(_Answer(offer.number, error))
+            answer = msgspec.msgpack.encode(Answer(offer.number, error))
             self._send(endpoint, answer, offer.answer_tag, sent)
         except TransferFailed as failed:
             log.debug("a writer cannot be answered", writer=offer.writer, error=failed.message)
@@ -360,24 +321,3 @@ class UcxxTransport:
             endpoint.close()
         except self._errors as error:
             log.debug("clean-up refused", error=str(error))
-
-
-class _DeviceBytes:
-    """Device memory in the words of `__cuda_array_interface__`."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "strides": None,
-            "version": 3,
-        }
-
-
-def _view(region: Region, first_block: int, num_blocks: int) -> Any:
-    """The blocks' own memory."""
-    num_bytes = num_blocks * region.block_bytes
-    if region.device == "cuda":
-        return _DeviceBytes(region.address_of(first_block), num_bytes)
-    return (ctypes.c_char * num_bytes).from_address(region.address_of(first_block))
