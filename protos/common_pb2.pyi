@@ -136,14 +136,16 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., tick_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("vocab_size", "context_tokens", "pool_blocks")
+    __slots__ = ("vocab_size", "context_tokens", "pool_blocks", "most_blocks")
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     vocab_size: int
     context_tokens: int
     pool_blocks: int
-    def __init__(self, vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pool_blocks: _Optional[int] = ...) -> None: ...
+    most_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., most_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("format_version", "model", "weights_digest", "dtype", "block_tokens", "groups")

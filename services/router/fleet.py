@@ -174,10 +174,12 @@ class Fleet:
         """The limits that are enforced: the least of `own` and of each live decode worker's."""
         decodes = [worker.info.limits for worker in self.registry if worker.info.role is Role.DECODE]
         every = [own, *decodes]
+        tightest = min(every, key=lambda limits: limits.pool_blocks)
         return Limits(
             vocab_size=min(limits.vocab_size for limits in every),
             context_tokens=min(limits.context_tokens for limits in every),
-            pool_blocks=min(limits.pool_blocks for limits in every),
+            pool_blocks=tightest.pool_blocks,
+            most_blocks=tightest.most_blocks,
         )
 
     def has(self, role: Role) -> bool:
@@ -206,7 +208,7 @@ class Fleet:
         prefill = None if choice.prefill is None else self.registry.get(choice.prefill)
         assert decode is not None, f"placement chose {choice.decode}, which is not registered"
         return Placed(
-            decode=Claim(decode, tokens=ask.prompt_tokens, blocks=ask.blocks),
+            decode=Claim(decode, tokens=ask.prompt_tokens, blocks=ask.blocks(decode.info.limits)),
             prefill=None if prefill is None else _claim_prompt(prefill, ask),
             local_reason=choice.local_reason,
         )
@@ -228,4 +230,4 @@ class Fleet:
 
 
 def _claim_prompt(worker: Registered, ask: Ask) -> Claim:
-    return Claim(worker, tokens=ask.prompt_tokens, blocks=ask.prompt_blocks)
+    return Claim(worker, tokens=ask.prompt_tokens, blocks=ask.prompt_blocks(worker.info.limits))

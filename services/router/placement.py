@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.types import Limits, Role, WorkerKey, blocks_for, blocks_to_admit
+from paceline.types import Limits, Role, WorkerKey, blocks_in_groups, blocks_to_admit
 
 
 class LocalPrefill(enum.Enum):
@@ -47,15 +47,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     max_tokens: int
 
-    @property
-    def blocks(self) -> int:
-        """Blocks by which a decode worker admits it."""
-        return blocks_to_admit(self.prompt_tokens, self.max_tokens)
+    def blocks(self, limits: Limits) -> int:
+        """Blocks by which a decode worker of these limits admits it."""
+        return blocks_to_admit(self.prompt_tokens, self.max_tokens, limits.most_blocks)
 
-    @property
-    def prompt_blocks(self) -> int:
-        """Blocks on the prefill worker, until they are handed over."""
-        return blocks_for(self.prompt_tokens)
+    def prompt_blocks(self, limits: Limits) -> int:
+        """Blocks on a prefill worker of these limits, until they are handed over."""
+        return blocks_in_groups(self.prompt_tokens, limits.most_blocks)
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +90,11 @@ class Placement(Protocol):
 def least_loaded(ask: Ask, workers: Sequence[WorkerView], policy: Policy) -> Choice | None:
     """The free prefill worker with the fewest pending prompt tokens, with its emptiest decode worker."""
     decodes = sorted(
-        (worker for worker in workers if _takes(worker, Role.DECODE) and worker.headroom_blocks >= ask.blocks),
+        (
+            worker
+            for worker in workers
+            if _takes(worker, Role.DECODE) and worker.headroom_blocks >= ask.blocks(worker.limits)
+        ),
         key=lambda worker: (-worker.headroom_blocks, worker.requests, worker.key),
     )
     if not decodes:
@@ -134,7 +136,7 @@ def _able(worker: WorkerView, ask: Ask) -> bool:
     return (
         worker.role is Role.PREFILL
         and worker.alive
-        and ask.prompt_blocks <= worker.limits.pool_blocks
+        and ask.prompt_blocks(worker.limits) <= worker.limits.pool_blocks
         and ask.prompt_tokens < worker.limits.context_tokens  # the answer's first token is in the context too
     )
 
@@ -143,6 +145,8 @@ def _idlest(able: Sequence[WorkerView], ask: Ask, policy: Policy) -> WorkerView 
     free = (
         worker
         for worker in able
-        if not worker.rests and worker.claims < policy.prefill_slots and worker.headroom_blocks >= ask.prompt_blocks
+        if not worker.rests
+        and worker.claims < policy.prefill_slots
+        and worker.headroom_blocks >= ask.prompt_blocks(worker.limits)
     )
     return min(free, key=lambda worker: (worker.pending_tokens, worker.claims, worker.key), default=None)

@@ -186,14 +186,20 @@ def finish_from_proto(number: common_pb2.FinishReason) -> types.FinishReason | N
 def limits_to_proto(limits: types.Limits) -> common_pb2.Limits:
     """A worker's limits for the wire."""
     return common_pb2.Limits(
-        vocab_size=limits.vocab_size, context_tokens=limits.context_tokens, pool_blocks=limits.pool_blocks
+        vocab_size=limits.vocab_size,
+        context_tokens=limits.context_tokens,
+        pool_blocks=limits.pool_blocks,
+        most_blocks=[] if limits.most_blocks == (None,) else [most or 0 for most in limits.most_blocks],
     )
 
 
 def limits_from_proto(message: common_pb2.Limits) -> types.Limits:
     """A worker's limits from the wire."""
     return types.Limits(
-        vocab_size=message.vocab_size, context_tokens=message.context_tokens, pool_blocks=message.pool_blocks
+        vocab_size=message.vocab_size,
+        context_tokens=message.context_tokens,
+        pool_blocks=message.pool_blocks,
+        most_blocks=tuple(most or None for most in message.most_blocks) or (None,),
     )
 
 

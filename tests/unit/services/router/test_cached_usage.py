@@ -12,7 +12,7 @@ from paceline import wire
 from paceline.services.router.placement import Ask
 from paceline.testing.router_bench import RouterBench, ids_of, router_bench
 from paceline.testing.scripted_workers import ScriptedDecode, ScriptedPrefill, scripted_decode, scripted_prefill
-from paceline.types import GROWTH_BLOCKS, WorkerLoad
+from paceline.types import GROWTH_BLOCKS, Limits, WorkerLoad
 
 
 @pytest.fixture
@@ -74,9 +74,17 @@ async def test_a_salt_that_is_too_long_is_refused(stack: AsyncExitStack) -> None
 
 
 def test_a_request_asks_for_its_prompt_and_a_little_of_its_answer() -> None:
-    assert Ask(prompt_tokens=100, max_tokens=8).blocks == 7
-    assert Ask(prompt_tokens=100, max_tokens=14).blocks == 8
-    assert Ask(prompt_tokens=100, max_tokens=100_000).blocks == 7 + GROWTH_BLOCKS
+    limits = Limits(vocab_size=512, context_tokens=200_000, pool_blocks=100)
+    assert Ask(prompt_tokens=100, max_tokens=8).blocks(limits) == 7
+    assert Ask(prompt_tokens=100, max_tokens=14).blocks(limits) == 8
+    assert Ask(prompt_tokens=100, max_tokens=100_000).blocks(limits) == 7 + GROWTH_BLOCKS
+
+
+def test_a_request_asks_a_worker_for_what_each_kv_group_of_the_model_takes() -> None:
+    limits = Limits(vocab_size=512, context_tokens=200_000, pool_blocks=100, most_blocks=(None, 9, 9))
+    short, long = Ask(prompt_tokens=100, max_tokens=8), Ask(prompt_tokens=1_600, max_tokens=100_000)
+    assert (short.prompt_blocks(limits), short.blocks(limits)) == (3 * 7, 3 * 7)
+    assert (long.prompt_blocks(limits), long.blocks(limits)) == (100 + 18, 100 + GROWTH_BLOCKS + 18)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def names(choice: Choice | None) -> tuple[str, str | None] | None:
 
 
 def test_the_last_sampled_token_takes_no_room() -> None:
-    assert ASK.blocks == 10
-    assert Ask(prompt_tokens=16, max_tokens=1).blocks == 1
-    assert Ask(prompt_tokens=16, max_tokens=2).blocks == 2
+    assert ASK.blocks(LIMITS) == 10
+    assert Ask(prompt_tokens=16, max_tokens=1).blocks(LIMITS) == 1
+    assert Ask(prompt_tokens=16, max_tokens=2).blocks(LIMITS) == 2
 
 
 def test_the_prompt_goes_to_the_fewest_pending_tokens_and_the_most_headroom() -> None:
@@ -150,11 +150,13 @@ def test_every_choice_is_one_that_its_workers_can_take(ask: Ask, workers: list[W
     choice = least_loaded(ask, workers, policy)
     if choice is None:
         able = [view for view in workers if view.role is Role.DECODE and view.alive and not view.rests]
-        assert policy.local_prefill is not LocalPrefill.ALWAYS or all(v.headroom_blocks < ask.blocks for v in able)
+        assert policy.local_prefill is not LocalPrefill.ALWAYS or all(
+            v.headroom_blocks < ask.blocks(v.limits) for v in able
+        )
         return
     decode = by_key[choice.decode]
     assert decode.role is Role.DECODE and decode.alive and not decode.rests
-    assert decode.headroom_blocks >= ask.blocks
+    assert decode.headroom_blocks >= ask.blocks(decode.limits)
     assert (choice.prefill is None) == (choice.local_reason is not None)
     if choice.prefill is None:
         assert policy.local_prefill is not LocalPrefill.NEVER
@@ -162,7 +164,7 @@ def test_every_choice_is_one_that_its_workers_can_take(ask: Ask, workers: list[W
     prefill = by_key[choice.prefill]
     assert prefill.role is Role.PREFILL and prefill.alive and not prefill.rests
     assert prefill.fingerprint == decode.fingerprint and decode.key not in prefill.unfit
-    assert prefill.headroom_blocks >= ask.prompt_blocks
+    assert prefill.headroom_blocks >= ask.prompt_blocks(prefill.limits)
     assert prefill.claims < policy.prefill_slots
 
 

@@ -1,0 +1,35 @@
+"""What workers tell of themselves comes back from the wire as it was, whatever KV groups the model has."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import wire
+from paceline.errors import InvalidRequest
+from paceline.kvtransfer.layout import Fingerprint, KvLayout
+from paceline.protos import common_pb2
+from paceline.services.worker.convert import fingerprint_from_proto, fingerprint_to_proto
+from paceline.types import Limits
+
+
+@pytest.mark.parametrize("windows", [(None,), (4096,), (None, None, 512, 512)])
+def test_a_fingerprint_comes_back_with_its_groups(windows: tuple[int | None, ...]) -> None:
+    layout = KvLayout(layers=3, kv_heads=1, head_dim=256, dtype="bfloat16", windows=windows)
+    fingerprint = Fingerprint.of(layout, model="m", weights_digest="d")
+    message = common_pb2.Fingerprint.FromString(fingerprint_to_proto(fingerprint).SerializeToString())
+    assert fingerprint_from_proto(message) == fingerprint
+
+
+def test_groups_whose_blocks_differ_are_refused() -> None:
+    groups = [common_pb2.KvGroup(layers=layers, kv_heads=1, head_dim=8) for layers in (1, 2)]
+    with pytest.raises(InvalidRequest, match="2 shapes of blocks"):
+        fingerprint_from_proto(common_pb2.Fingerprint(groups=groups))
+    with pytest.raises(InvalidRequest, match="0 shapes of blocks"):
+        fingerprint_from_proto(common_pb2.Fingerprint())
+
+
+@pytest.mark.parametrize("most_blocks", [(None,), (65,), (None, 65, 65)])
+def test_limits_come_back_with_what_a_request_has_of_each_group(most_blocks: tuple[int | None, ...]) -> None:
+    limits = Limits(vocab_size=5, context_tokens=6, pool_blocks=7, most_blocks=most_blocks)
+    message = common_pb2.Limits.FromString(wire.limits_to_proto(limits).SerializeToString())
+    assert wire.limits_from_proto(message) == limits
