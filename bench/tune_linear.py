@@ -14,7 +14,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from ceilings import TINY, ModelShape, ModelWeights, copy_bytes_s
+from gpu_compile import compile_all
 from gpu_timing import seconds
 from paceline.kernels import gemv, skinny_linear
 from paceline.kernels.gemv import GemvShape
+from paceline.kernels.launch import let_kernels_overlap
 from paceline.kernels.skinny_linear import StreamShape
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -112,28 +112,6 @@ def call(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     return skinny_linear.stream_weights(x, weight, None, shape)
 
 
-def compile_all(work: Sequence[tuple[Shape, Tensor, Tensor]], threads: int) -> None:
-    """Compiles in parallel, launching nothing; what fails to compile fails again, and is skipped, where it is timed."""
-    run = JITFunction.run
-
-    def only_compile(self: Any, *args: Any, **options: Any) -> Any:
-        return run(self, *args, **{**options, "warmup": True})
-
-    def attempt(item: tuple[Shape, Tensor, Tensor]) -> None:
-        try:
-            with torch.cuda.device(item[1].device):
-                call(*item)
-        except Exception as error:  # noqa: BLE001 - the compiler's and ptxas's errors have no common base
-            print(f"  does not compile: {item[0]}: {str(error)[:100]}")
-
-    JITFunction.run = only_compile
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(attempt, work))
-    finally:
-        JITFunction.run = run
-
-
 def over_layers(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> None:
     """One product with each layer's weights."""
     for weight in weights:
@@ -194,6 +172,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.monotonic()
+    let_kernels_overlap(True)
     device = torch.device(args.device)
     bandwidth = copy_bytes_s(device, 2**20 if args.quick else 2**31)
     model = ModelWeights.random(TINY if args.quick else ModelShape(), device)
@@ -202,12 +181,12 @@ def main() -> None:
         (product, rows): candidates(rows, *sizes[product], args.most) for rows in args.rows for product in args.products
     }
     if device.type == "cuda":
-        todo = []
+        todo: list[Callable[[], object]] = []
         for (product, rows), shapes in work.items():
             weight = model.head if product == "head" else model.layers[0][product]
             x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
-            todo += [(shape, x, weight) for shape in shapes]
-        compile_all(todo, args.threads)
+            todo += [partial(call, shape, x, weight) for shape in shapes]
+        compile_all(todo, device, args.threads)
         print(f"{len(todo)} candidates compiled after {time.monotonic() - started:.0f} s", flush=True)
     everything: list[Found] = []
     for (product, rows), shapes in work.items():

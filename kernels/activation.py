@@ -5,13 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.launch import launch, narrow, power_of_two
+from paceline.kernels.launch import launch, narrow, overlaps, power_of_two, start_next, wait_for_last
 
 
 @triton.jit
 def _gated(
-    gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    row_stride: tl.tensor,
+    width: tl.tensor,
+    WIDTH: tl.constexpr,
+    GELU: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     real = column < width
@@ -39,6 +47,8 @@ def _run(gate_up: Tensor, gelu: bool) -> Tensor:
         width,
         WIDTH=block,
         GELU=gelu,
+        OVERLAP=overlaps(gate_up),
+        launch_pdl=overlaps(gate_up),
         num_warps=4,
     )
     return out

@@ -10,8 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.attention_tile import fold_tile, load_queries, tile_shape
-from paceline.kernels.launch import launch, narrow, power_of_two, upcast
+from paceline.kernels.attention_tile import TileShape, fold_tile, load_queries, tile_shape
+from paceline.kernels.launch import (
+    fetch_ahead,
+    launch,
+    narrow,
+    overlaps,
+    power_of_two,
+    start_next,
+    upcast,
+    wait_for_last,
+)
 from paceline.kernels.paged_plan import SPLIT_TOKENS, PagedPlan
 
 
@@ -44,14 +53,13 @@ def _decode(
     DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
     first_row = tl.load(query_starts + request)
     length = tl.load(query_starts + request + 1) - first_row
-    if (length == 0) | (length > FEW):
-        return
     context = tl.load(contexts + request)
     start = context - length
     lowest = 0
@@ -60,6 +68,18 @@ def _decode(
     share = tl.cdiv(tl.maximum(SPLIT, tl.cdiv(context - lowest, SPLITS)), KEYS) * KEYS
     begin = lowest + split * share
     end = tl.minimum(begin + share, context)
+    if OVERLAP:
+        # What blocks held before this step is on its way while the kernel ends that writes the step's own tokens.
+        key = tl.maximum(tl.minimum(begin + tl.arange(0, KEYS), end - 1), 0)
+        block = tl.load(tables + request.to(tl.int64) * table_stride + key // BLOCK_TOKENS, mask=key < end, other=0)
+        line = block.to(tl.int64) * block_stride + kv_head.to(tl.int64) * head_stride + key % BLOCK_TOKENS * HEAD_DIM
+        to_k = keys_of_layer + line[:, None] + tl.arange(0, DIM // 64)[None, :] * 64
+        fetch_ahead(to_k)
+        fetch_ahead(to_k + BLOCK_TOKENS * HEAD_DIM)
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
+    if (length == 0) | (length > FEW):
+        return
 
     row = tl.arange(0, ROWS)
     query = row // GROUP
@@ -122,7 +142,10 @@ def _join(
     SPLITS_WIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
     head = tl.program_id(0)
     query = tl.program_id(1)
     request = tl.program_id(2)
@@ -146,16 +169,25 @@ def _join(
     tl.store(to, narrow(joined, out), mask=dim < HEAD_DIM)
 
 
-def decode_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, scale: float, out: Tensor) -> None:
+def decode_attention(
+    qkv: Tensor,
+    pool: Tensor,
+    layer: int,
+    plan: PagedPlan,
+    scale: float,
+    out: Tensor,
+    shape: TileShape | None = None,
+) -> None:
     """Attention of the requests with at most `plan.few` tokens, into their rows of `out` [tokens, heads * head_dim].
 
-    `scale` is that of `paceline.kernels.attention`, times log2(e).
+    `scale` is that of `paceline.kernels.attention`, times log2(e). A benchmark may give the `shape` itself.
     """
     requests = plan.contexts.shape[0]
     _, kv_heads, _, _, block_tokens, head_dim = pool.shape
     heads = qkv.shape[1] - 2 * kv_heads
     group = heads // kv_heads
-    shape = tile_shape(power_of_two(plan.few * group, 16), pool)
+    shape = shape or tile_shape(power_of_two(plan.few * group, 16), pool)
+    overlap = overlaps(qkv)
     dim = power_of_two(head_dim)
     split = plan.splits > 1
     parts = torch.empty(
@@ -192,6 +224,8 @@ def decode_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, sca
         DIM=dim,
         WINDOWED=plan.window is not None,
         UPCAST=upcast(pool),
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -209,5 +243,7 @@ def decode_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, sca
             SPLITS_WIDE=power_of_two(plan.splits),
             HEAD_DIM=head_dim,
             DIM=dim,
+            OVERLAP=overlap,
+            launch_pdl=overlap,
             num_warps=4 if plan.splits * dim > 2048 else 1,
         )

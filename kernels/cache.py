@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.launch import launch, narrow, power_of_two
+from paceline.kernels.launch import launch, narrow, overlaps, power_of_two, start_next, wait_for_last
 
 _COPY_BYTES = 16384  # a program's share of a block
 
@@ -27,7 +27,10 @@ def _rope_and_store(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
@@ -79,6 +82,8 @@ def rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, pool: Te
         HEAD_DIM=head_dim,
         HALF=power_of_two(head_dim // 2),
         HEADS=chunk,
+        OVERLAP=overlaps(qkv),
+        launch_pdl=overlaps(qkv),
         num_warps=4,
     )
 

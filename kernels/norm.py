@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.launch import launch, narrow, power_of_two
+from paceline.kernels.launch import launch, narrow, overlaps, power_of_two, start_next, wait_for_last
 
 
 @triton.jit
@@ -20,10 +20,14 @@ def _rms_norm(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     real = column < width
+    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
     values = tl.load(x + row * x_stride + column, mask=real, other=0.0).to(tl.float32)
     if ADD:
         at = residual + row * residual_stride + column
@@ -32,7 +36,6 @@ def _rms_norm(
         tl.store(at, kept, mask=real)
         values = kept.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
-    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
     normed = narrow(values * scale, out).to(tl.float32) * factor
     tl.store(out + row * width + column, narrow(normed, out), mask=real)
 
@@ -56,6 +59,8 @@ def _run(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tens
         eps,
         WIDTH=block,
         ADD=residual is not None,
+        OVERLAP=overlaps(x),
+        launch_pdl=overlaps(x),
         num_warps=min(16, max(1, block // 512)),
     )
     return out
@@ -83,7 +88,10 @@ def _qk_norm(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    start_next(OVERLAP)
+    wait_for_last(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, DIM)
@@ -118,4 +126,6 @@ def qk_norm(qkv: Tensor, kv_heads: int, q_weight: Tensor, k_weight: Tensor, eps:
         HEAD_DIM=head_dim,
         DIM=power_of_two(head_dim),
         HEADS=chunk,
+        OVERLAP=overlaps(qkv),
+        launch_pdl=overlaps(qkv),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 FEW_QUERIES = 9
 """Most tokens of a request for which the decode kernel is used: a token and eight drafts."""
-SPLIT_TOKENS = 256
+SPLIT_TOKENS = 64
 """Fewest context tokens worth a program of their own."""
 _ENOUGH_PROGRAMS = 528  # four on each of an H200's 132 multiprocessors: more splits than that only add to the reduction
 _MOST_SPLITS = 32
