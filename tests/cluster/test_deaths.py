@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -104,6 +105,27 @@ def test_a_stream_whose_decode_worker_is_killed_says_so_and_frees_the_prefill_wo
         clean = complete(client, [3] * 40, 400).token_ids
     assert 0 < len(seen) < 400
     assert tuple(seen) == clean[: len(seen)]
+    cluster.wait_idle()
+
+
+def test_a_beam_search_whose_decode_worker_is_killed_is_done_by_another(cluster: Cluster) -> None:
+    """Nothing of it was sent: the answers are those of an untouched run."""
+
+    def search(client: Client) -> Completion:
+        return client.complete(PROMPT[:200], max_tokens=300, beam_width=4, n=4, ignore_eos=True, timeout=60.0)
+
+    with cluster.client() as client:
+        expected = search(client)
+    with cluster.client() as client, ThreadPoolExecutor(1) as beside:
+        answer = beside.submit(search, client)
+        index = busy(cluster, "decode")
+        cluster.kill("decode", index, "engine")
+        found = answer.result()
+    assert [choice.token_ids for choice in found.choices] == [choice.token_ids for choice in expected.choices]
+    assert len({choice.token_ids for choice in found.choices}) == 4
+    assert found.finish.decode_worker is not None
+    assert found.finish.decode_worker.worker_id == f"decode-{1 - index}"
+    cluster.wait_ready(READY_S)
     cluster.wait_idle()
 
 

@@ -30,6 +30,9 @@ def print_logprobs(answer: Completion) -> None:
     for where, logprob in lines:
         top = ", ".join(f"{token_id} {value:.4f}" for token_id, value in logprob.top)
         print(f"{where}  {logprob.token_id} {logprob.logprob:.4f}  [{top}]", file=sys.stderr)
+    for number, choice in enumerate(answer.choices):
+        if choice.cumulative_logprob is not None:
+            print(f"choice {number}  sum {choice.cumulative_logprob:.4f}", file=sys.stderr)
 
 
 def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:
