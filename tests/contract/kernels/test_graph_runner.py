@@ -13,11 +13,13 @@ from paceline.checkpoint import resolve
 from paceline.checkpoint.dummy import SHAPES
 from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
+from paceline.engine.beams import proposing
 from paceline.engine.engine import Engine
 from paceline.engine.graph_runner import GraphRunner
 from paceline.engine.runner import Runner
 from paceline.engine.weights import Weights, load
-from paceline.types import RequestId, SamplingParams
+from paceline.services.decode.beams import LiveSearch
+from paceline.types import RequestId, ReservationId, SamplingParams
 
 TINY = msgspec.structs.replace(SHAPES["tiny"], context_tokens=256)
 WINDOWED = msgspec.structs.replace(TINY, windows=(20, None))
@@ -72,3 +74,36 @@ def test_it_gives_the_same_tokens_as_a_runner_that_computes_at_once(
         runner.capture()
     count = 60 if device.type == "cuda" else 6
     assert tokens(made(config, runner, weights), seed, count) == tokens(plain, seed, count)
+
+
+def search(engine: Engine, company: int) -> list[list[int]]:
+    """What a beam search finds, beside requests whose steps need nothing but tokens."""
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, beam_width=3)
+    prompt = list(range(100, 120))
+    lease = engine.try_reserve(25)
+    assert lease is not None
+    found = LiveSearch(engine, ReservationId("search"), sampling, ())
+    engine.add(found.names[0], prompt, proposing(sampling, ()), lease=lease, proposes=True)
+    for index in range(company):
+        lease = engine.try_reserve(5 + index)
+        assert lease is not None
+        plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        engine.add(RequestId(str(index)), [7, 8, 9][: 1 + index], plain, lease=lease)
+    while engine.has_work:
+        for done in engine.step().progress:
+            if "#" in done.request_id and done.token_ids:
+                found.propose(done.request_id, done.logprobs)
+    assert engine.pool.free == engine.pool.total
+    return [[token.token_id for token in each.beam.tokens] for each in found.hypotheses]
+
+
+@pytest.mark.parametrize("config", [TINY, WINDOWED], ids=["full", "windowed"])
+def test_a_beam_search_finds_the_same(config: ModelConfig, triton_backend: None, device: torch.device) -> None:
+    weights = load(resolve("dummy:tiny", cache_dir=Path("unused")), config, dtype=torch.float32, device=device, seed=3)
+    blocks = BLOCKS * len(KvGroups.of(config))
+    runner = GraphRunner(config, weights, num_blocks=blocks, token_budget=BUDGET, max_requests=REQUESTS)
+    if device.type == "cuda":
+        runner.capture()
+    expected = search(made(config, Runner(config, weights, num_blocks=blocks), weights), 0)
+    assert len({tuple(each) for each in expected}) == 3
+    assert search(made(config, runner, weights), 2) == expected

@@ -309,3 +309,16 @@ def test_first_tokens_that_are_too_few_for_the_search_end_it(pair: Pair) -> None
     over = pair.over("r")
     assert over.failure is not None
     assert f"a beam search that goes by {4 + len(STOPS)}" in over.failure.message
+
+
+@pytest.mark.parametrize("decode_blocks", [64, 12])
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+def test_beams_of_a_model_with_windows_are_transformers(tmp_path: Path, architecture: str, decode_blocks: int) -> None:
+    """What slides out of a window is let go of by each beam for itself, and is not copied to those that branch."""
+    model = make(architecture, SHAPES[0])  # 16 tokens
+    save(model, tmp_path / "model")
+    pair = of(tmp_path, decode_blocks=decode_blocks)
+    sampling = beams(4, max_tokens=30, stop_token_ids=(9,))
+    for length in (5, 40, 100) if decode_blocks == 64 else (40,):
+        for local in (False, True):
+            assert_equal(serve(pair, prompt(length), sampling, local=local), expected(model, prompt(length), sampling))
