@@ -74,6 +74,7 @@ def test_where_prefill_workers_are_merely_busy_the_request_waits(busy: dict[str,
 
 SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
 SHORT = Limits(vocab_size=512, context_tokens=100, pool_blocks=100)
+WINDOWED = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100, most_blocks=(None, 4, 4))
 OUT: list[dict[str, Any]] = [
     {"alive": False},
     {"fingerprint": b"other"},
@@ -126,7 +127,7 @@ VIEWS = st.builds(
     key=st.builds(WorkerKey, st.sampled_from("abcdefgh"), st.integers(1, 3)),
     role=st.sampled_from(Role),
     fingerprint=st.sampled_from([b"x", b"y"]),
-    limits=st.sampled_from([LIMITS, SMALL, SHORT]),
+    limits=st.sampled_from([LIMITS, SMALL, SHORT, WINDOWED]),
     alive=st.booleans(),
     rests=st.booleans(),
     requests=st.integers(0, 5),
@@ -150,9 +151,8 @@ def test_every_choice_is_one_that_its_workers_can_take(ask: Ask, workers: list[W
     choice = least_loaded(ask, workers, policy)
     if choice is None:
         able = [view for view in workers if view.role is Role.DECODE and view.alive and not view.rests]
-        assert policy.local_prefill is not LocalPrefill.ALWAYS or all(
-            v.headroom_blocks < ask.blocks(v.limits) for v in able
-        )
+        full = all(view.headroom_blocks < ask.blocks(view.limits) for view in able)
+        assert policy.local_prefill is not LocalPrefill.ALWAYS or full
         return
     decode = by_key[choice.decode]
     assert decode.role is Role.DECODE and decode.alive and not decode.rests
