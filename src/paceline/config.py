@@ -147,7 +147,10 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
     ] = None
     pool_blocks: Annotated[
         Annotated[int, Meta(ge=2)] | None,
-        Meta(description="KV blocks in the pool, of 16 tokens each; none: 1024, on a GPU what memory_fraction leaves"),
+        Meta(
+            description="KV blocks in the pool, of 16 tokens in all layers; "
+            "none: 1024, on a GPU what memory_fraction leaves"
+        ),
     ] = None
     memory_fraction: Annotated[
         float, Meta(description="Share of the GPU's memory for weights, work and the KV pool together", gt=0, le=1)
