@@ -15,9 +15,12 @@ import contextlib
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +28,10 @@ from cluster import Cluster
 from paceline.client import worker_info
 from paceline.loadtest.config import BenchConfig
 from paceline.loadtest.measure import Result, find_goodput, measure
+from paceline.loadtest.statistics import Distribution
 from report import Report
 
-PARTS: Final = ("rows", "goodput", "kills", "soak", "colocated")
+PARTS: Final = ("rows", "interference", "goodput", "kills", "soak", "colocated")
 MODEL: Final = "dummy:llama-3.1-8b"
 REJOIN_S: Final = 90.0
 
@@ -102,7 +106,8 @@ class Means:
             return load
         concurrency = None if load.concurrency is None else min(load.concurrency, 4)
         rate = None if load.rate is None else 4.0
-        return Load(load.input_len // 32, load.output_len // 16, 8, concurrency=concurrency, rate=rate, peer=load.peer)
+        output_len = max(load.output_len // 16, min(load.output_len, 2))
+        return Load(load.input_len // 32, output_len, 8, concurrency=concurrency, rate=rate, peer=load.peer)
 
 
 def run_load(cluster: Cluster, load: Load, **more: Any) -> Result:
@@ -154,6 +159,11 @@ def show(report: Report, load: Load, result: Result) -> None:
         )
     if hands is not None and hands.prefill_s is not None:
         report.note(f"{load.name}: prefill call p50", 1e3 * hands.prefill_s.p50, "ms")
+    if load.concurrency == 1:
+        gaps = [outcome.itl_s for outcome in result.outcomes if len(outcome.itl_s) > 1]
+        first, later = [each[0] for each in gaps], [gap for each in gaps for gap in each[1:]]
+        exposed = statistics.median(first) - statistics.median(later)
+        report.note(f"{load.name}: first gap beyond the others (hand-off exposed)", 1e3 * exposed, "ms")
     report.equal(f"{load.name}: failed", summary.sent - summary.succeeded, 0)
     for warning in result.warnings:
         report.note(f"{load.name}: warning", warning)
@@ -163,6 +173,49 @@ def rows(report: Report, means: Means, cluster: Cluster) -> None:
     """The peer's table."""
     for load in map(means.sized, ROWS):
         show(report, load, run_load(cluster, load))
+
+
+def interference(report: Report, means: Means, cluster: Cluster) -> None:
+    """What 64 answers feel of a saturated prefill worker, and what a prompt's first token feels of 64 answers."""
+    answers = means.sized(Load(256, 900, 64, concurrency=64))
+    if not means.quick:
+        answers = replace(answers, output_len=900)
+    prompts = means.sized(Load(1024, 1, 160, concurrency=16))
+    single = means.sized(Load(1024, 2, 16, concurrency=1))
+    idle = run_load(cluster, single)
+    gaps = {}
+    for name, beside in (("prefill idle", None), ("prefill saturated", prompts), ("one prompt at a time", single)):
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(run_load, cluster, answers)
+            time.sleep(0.5 if means.quick else 2.5)  # all prompts of the answers are computed by then
+            other = None if beside is None else run_load(cluster, beside)
+            gaps[name] = steady_gaps(running.result())
+        spread = Distribution.of(gaps[name])
+        if spread is None:
+            report.note(f"64 answers, {name}", "were never under way together: too few tokens")
+            continue
+        report.note(f"64 answers, {name}: inter-token p50 / p99", f"{1e3 * spread.p50:.2f} / {1e3 * spread.p99:.2f} ms")
+        if other is not None and beside is single:
+            assert other.summary.ttft_s is not None
+            assert idle.summary.ttft_s is not None
+            report.note("first token p50, decode idle", 1e3 * idle.summary.ttft_s.p50, "ms")
+            report.note("first token p50, decode at batch 64", 1e3 * other.summary.ttft_s.p50, "ms")
+    alone, beside_prompts = (Distribution.of(gaps[name]) for name in ("prefill idle", "prefill saturated"))
+    if alone is not None and beside_prompts is not None:
+        report.at_most("inter-token p99, prefill saturated over idle", beside_prompts.p99 / alone.p99, 1.1)
+
+
+def steady_gaps(result: Result) -> list[float]:
+    """Gaps while all requests were being answered, in seconds."""
+    answered = [outcome for outcome in result.outcomes if outcome.arrivals_s]
+    begin = max(outcome.arrivals_s[0] for outcome in answered)
+    end = min(outcome.arrivals_s[-1] for outcome in answered)
+    return [
+        later - earlier
+        for outcome in answered
+        for earlier, later in pairwise(outcome.arrivals_s)
+        if begin < earlier and later <= end
+    ]
 
 
 def goodput(report: Report, means: Means, cluster: Cluster) -> None:
@@ -282,8 +335,6 @@ def wait_for_another(cluster: Cluster, worker: str, pid: int) -> None:
 @contextlib.contextmanager
 def loading(cluster: Cluster, load: Load) -> Any:
     """Load beside the block; what it gives tells how it went, once the block is over."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_load, cluster, load)
 
@@ -318,6 +369,8 @@ def main() -> int:
                 report.note("ready after", cluster.ready_after_s, "s")
                 if "rows" in args.parts:
                     rows(report, means, cluster)
+                if "interference" in args.parts:
+                    interference(report, means, cluster)
                 if "goodput" in args.parts:
                     goodput(report, means, cluster)
                 if "kills" in args.parts:
