@@ -26,7 +26,7 @@ from gpu_compile import compile_all
 from gpu_timing import seconds
 from paceline.kernels.attention_decode import decode_attention
 from paceline.kernels.attention_tile import TileShape, tile_shape
-from paceline.kernels.launch import let_kernels_overlap
+from paceline.kernels.modes import let_kernels_overlap
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 
 POINTS = ((1, 512), (1, 2048), (64, 512), (16, 512), (16, 2048), (64, 2048), (1, 8192))

@@ -28,7 +28,7 @@ from gpu_compile import compile_all
 from gpu_timing import seconds
 from paceline.kernels import gemv, skinny_linear
 from paceline.kernels.gemv import GemvShape
-from paceline.kernels.launch import let_kernels_overlap
+from paceline.kernels.modes import let_kernels_overlap
 from paceline.kernels.skinny_linear import StreamShape
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

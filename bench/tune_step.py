@@ -23,7 +23,7 @@ from gpu_timing import seconds
 from paceline import kernels
 from paceline.kernels import gemv
 from paceline.kernels.gemv import GemvShape
-from paceline.kernels.launch import let_kernels_overlap
+from paceline.kernels.modes import let_kernels_overlap
 
 Product = Callable[[Tensor, Tensor], Tensor]
 BLOCK = 16

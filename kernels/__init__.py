@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.kernels import reference
 from paceline.kernels.dispatch import Backend, backend_for, dispatched, forced
+from paceline.kernels.modes import batch_invariant, kernels_may_overlap, let_kernels_overlap, set_batch_invariant
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 from paceline.kernels.reference import rope_tables, sampling_keys, store_rows
 
@@ -66,11 +67,14 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "backend_for",
+    "batch_invariant",
     "copy_blocks",
     "expand_requests",
     "expand_tokens",
     "forced",
     "geglu",
+    "kernels_may_overlap",
+    "let_kernels_overlap",
     "linear",
     "plan_attention",
     "qk_norm",
@@ -81,6 +85,7 @@ __all__ = [
     "sample_rows",
     "sampling_keys",
     "scatter_blocks",
+    "set_batch_invariant",
     "store_rows",
     "swiglu",
 ]

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.modes import kernels_may_overlap
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter, on a CPU (TRITON_INTERPRET=1 when the process started)."""
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -30,22 +32,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         kernel[grid](*args, **options)
 
 
-_overlap = False
-
-
-def let_kernels_overlap(on: bool) -> None:
-    """Whether kernels launched or captured from now on may start while the one before ends, on GPUs that can."""
-    global _overlap  # noqa: PLW0603 - set once at start, for the process
-    _overlap = on
-
-
 def overlaps(tensor: Tensor) -> bool:
     """Whether a kernel on this tensor's device may start while the one before it ends: wished for, and from Hopper on.
 
     One that does calls `wait_for_last` in every program before it reads what others write, or writes anything, and
     before it ends: its own end then says that all before it have ended too.
     """
-    return _overlap and tensor.is_cuda and _compute_capability(tensor.device) >= (9, 0)
+    return kernels_may_overlap() and tensor.is_cuda and _compute_capability(tensor.device) >= (9, 0)
 
 
 @cache

@@ -24,6 +24,7 @@ from paceline.kernels.launch import (
     upcast,
     wait_for_last,
 )
+from paceline.kernels.modes import batch_invariant
 
 MOST_ROWS = 144
 """Rows that the kernel takes: sixteen requests of nine tokens."""
@@ -34,7 +35,7 @@ _FEWEST_STEPS = 4  # of a piece's loop, or joining costs more than sharing saves
 
 
 @triton.jit
-def _load_rows(
+def load_rows(
     x: tl.tensor,
     row_stride: tl.tensor,
     row: tl.tensor,
@@ -44,7 +45,7 @@ def _load_rows(
     EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tl.tensor:
-    """[column, row]."""
+    """A piece of `x`, [column, row], zeros outside."""
     at = x + row[None, :] * row_stride + column[:, None]
     inside = (row < rows)[None, :]
     found = tl.load(at, mask=inside if EVEN else inside & (column < columns)[:, None], other=0.0)
@@ -52,7 +53,7 @@ def _load_rows(
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     acc: tl.tensor,
     out: tl.tensor,
     bias: tl.tensor,
@@ -62,7 +63,7 @@ def _store_rows(
     outputs: tl.tensor,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """`acc` [output, row]."""
+    """Writes `acc` [output, row], with the bias, into `out` [rows, outputs]."""
     if HAS_BIAS:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     inside = (row < rows)[None, :] & (output < outputs)[:, None]
@@ -70,7 +71,7 @@ def _store_rows(
 
 
 @triton.jit
-def _sum_pieces(
+def sum_pieces(
     piece: tl.tensor,
     first: tl.tensor,
     band: tl.tensor,
@@ -138,14 +139,14 @@ def _stream(
         w = tl.load(weight_row + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         if UPCAST:
             w = w.to(tl.float32)
-        acc = tl.dot(w, _load_rows(x, x_stride, row, rows, column, inputs, EVEN, UPCAST), acc, input_precision="ieee")
+        acc = tl.dot(w, load_rows(x, x_stride, row, rows, column, inputs, EVEN, UPCAST), acc, input_precision="ieee")
         if TAIL > 0:
-            more = _load_rows(x, x_stride, tail_row, rows, column, inputs, EVEN, UPCAST)
+            more = load_rows(x, x_stride, tail_row, rows, column, inputs, EVEN, UPCAST)
             tail = tl.dot(w, more, tail, input_precision="ieee")
     if not SPLIT:
-        _store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
+        store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
         if TAIL > 0:
-            _store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
+            store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
         return
 
     WIDE: tl.constexpr = ROWS + TAIL
@@ -157,11 +158,11 @@ def _stream(
         tl.store(own + tail_row[None, :], tail)
     tl.debug_barrier()  # All of the program's threads have stored before the one that counts it in.
     if tl.atomic_add(arrivals + band, 1, sem="acq_rel", scope="gpu") == splits - 1:
-        acc = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, row, splits, OUTPUTS)
-        _store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
+        acc = sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, row, splits, OUTPUTS)
+        store_rows(acc, out, bias, row, rows, output, outputs, HAS_BIAS)
         if TAIL > 0:
-            tail = _sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, tail_row, splits, OUTPUTS)
-            _store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
+            tail = sum_pieces(pieces, first_piece, OUTPUTS * WIDE, WIDE, tail_row, splits, OUTPUTS)
+            store_rows(tail, out, bias, tail_row, rows, output, outputs, HAS_BIAS)
         tl.store(arrivals + band, 0)
 
 
@@ -197,7 +198,7 @@ def stream_shape(rows: int, outputs: int, inputs: int, element_bytes: int) -> St
 _arrivals: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
-def _counters(device: torch.device, bands: int) -> Tensor:
+def counters(device: torch.device, bands: int) -> Tensor:
     """Zeros, which every product leaves as zeros: one set a stream, on which products follow each other."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, power_of_two(bands, 4096))
@@ -223,7 +224,7 @@ def stream_weights(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Stream
         weight if bias is None else bias,
         out,
         pieces,
-        _counters(x.device, bands),
+        counters(x.device, bands),
         rows,
         outputs,
         inputs,
@@ -249,6 +250,10 @@ def stream_weights(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Stream
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As its twin; where streaming the weights is not faster, it is cuBLAS's product."""
+    if batch_invariant():
+        from paceline.kernels.invariant_linear import invariant_linear  # It is made of this file's pieces.
+
+        return invariant_linear(x, weight, bias)
     if x.shape[0] > _FASTER_ROWS:
         return F.linear(x, weight, bias)
     return stream_weights(x, weight, bias, stream_shape(x.shape[0], weight.shape[0], weight.shape[1], x.element_size()))

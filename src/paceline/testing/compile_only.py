@@ -66,6 +66,10 @@ def _others(dtype: torch.dtype, head_dim: int) -> None:
         for inputs in (100, 4096):
             few = torch.zeros(rows_, inputs, dtype=dtype)
             gemv.multiply(few, torch.zeros(200, inputs, dtype=dtype), None, gemv.GemvShape(4, 1024, 8))
+    kernels.set_batch_invariant(True)
+    for rows_ in (1, 100):
+        kernels.linear(torch.zeros(rows_, 4096, dtype=dtype), torch.zeros(200, 4096, dtype=dtype))
+    kernels.set_batch_invariant(False)
     for rows_ in (1, 144):
         for inputs in (100, 4096):
             shape = stream_shape(rows_, 200, inputs, dtype.itemsize)
