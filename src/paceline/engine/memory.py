@@ -220,9 +220,9 @@ class Memory:
         """Makes all that the request has, or had, unfindable: any of it may hold what made its logits unusable."""
         self._pool.forget(request.lease.blocks)
         if self._groups.windowed:
-            groups = range(1, self._pool.groups)
-            found = [self._pool.cache.get(each, group) for each in request.hashes for group in groups]
-            self._pool.forget(block for block in found if block is not None)
+            groups = range(self._pool.groups)
+            had = [self._pool.cache.get(each, group) for each in request.hashes for group in groups]
+            self._pool.forget(block for block in had if block is not None)
 
     def _publish(self, request: EngineRequest, groups: Iterable[int], full: int) -> None:
         """The blocks of these groups from those that all have published on."""
