@@ -5,7 +5,7 @@ sent there; a few numbers a request are packed into pinned memory and copied ove
 them out, runs the model and leaves logits; sampling follows in stream order; the tokens stay on the device, where the
 next step finds them, and are copied to pinned memory, where the host finds them once the step's event has come.
 
-A step that asks for more than tokens (log-probabilities, penalties, several choices) is computed as on a CPU: at once.
+A step that asks for more (penalties, a prompt's log-probabilities, several first tokens) is computed as on a CPU: at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline import kernels
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.batch import Batch
+from paceline.engine.device_sampler import DeviceSampler, PendingLogprobs
 from paceline.engine.request import Chunk, Sampled
 from paceline.engine.runner import Runner, RunningStep
 from paceline.engine.scoring import Scoring
@@ -28,7 +29,7 @@ from paceline.engine.step_inputs import Staging, StepInputs, pack
 from paceline.engine.step_shape import StepShape, StepShapes
 from paceline.engine.weights import Weights
 from paceline.kernels.paged_plan import PagedPlan, count_splits
-from paceline.types import blocks_for
+from paceline.types import TokenLogprob, blocks_for
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class DeviceStep:
 
     chunks: Sequence[Chunk]
     results: Tensor  # int64 [requests], pinned: a token, or -1 for unusable logits
+    logprobs: PendingLogprobs | None
     event: torch.cuda.Event | None  # None: computed already
 
     @property
@@ -49,8 +51,14 @@ class DeviceStep:
         if self.event is not None:
             self.event.synchronize()
         found = self.results[: len(self.chunks)].tolist()
-        sampled = [token_id for token_id, chunk in zip(found, self.chunks, strict=True) if chunk.samples]
-        return Sampled(sampled, frozenset(entry for entry, token_id in enumerate(sampled) if token_id < 0))
+        rows = [row for row, chunk in enumerate(self.chunks) if chunk.samples]
+        sampled = [found[row] for row in rows]
+        bad = frozenset(entry for entry, token_id in enumerate(sampled) if token_id < 0)
+        return Sampled(sampled, bad, [] if self.logprobs is None else [self._scored(row, found[row]) for row in rows])
+
+    def _scored(self, row: int, token_id: int) -> TokenLogprob | None:
+        number = self.chunks[row].request.sampling.logprobs
+        return None if number is None or self.logprobs is None else self.logprobs.of(row, token_id, number)
 
 
 @dataclass(slots=True)
@@ -86,8 +94,7 @@ class GraphRunner(Runner):
         self._latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         ints = 2 * most_tokens + 3 * most_requests + 1
         self._ints = torch.zeros(ints, dtype=torch.int32, device=device)
-        self._greedy = torch.zeros(4 * most_requests, dtype=torch.int64, device=device)
-        self._longs = torch.zeros(4 * most_requests, dtype=torch.int64, device=device)
+        self._sampler = DeviceSampler(most_requests, device)
         # One more than can be in flight, so that a step is packed while others are.
         rings = [Staging(ints, 4 * most_requests, most_requests, device) for _ in range(self.depth + 2)]
         self._staging = itertools.cycle(rings)
@@ -123,9 +130,7 @@ class GraphRunner(Runner):
         """Runs the largest steps on padding, kernel by kernel, with their sampling."""
         for shape in {each.decodes: each for each in reversed(self._shapes.all)}.values():
             StepInputs.within(self._ints.zero_(), shape).owners.fill_(-1)
-            temperature, top_k, top_p, keys = _columns_of(self._longs, shape)
-            drawn_with_a_cut = temperature.fill_(1.0), top_k.fill_(40), top_p.fill_(0.5), keys.zero_()
-            kernels.sample_rows(self._forward(shape), *drawn_with_a_cut)
+            self._sampler.rehearse(self._forward(shape))
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
@@ -145,9 +150,10 @@ class GraphRunner(Runner):
         else:
             graph.graph.replay()
             logits = graph.logits
-        self._draw(logits, shape, chunks, staging)
+        token_ids, logprobs = self._sampler.draw(logits, chunks, staging)
+        self._latest[StepInputs.within(self._ints, shape).slots.long()] = token_ids
         self._known = {}
-        self._last = DeviceStep(chunks, staging.results, self._record())
+        self._last = DeviceStep(chunks, staging.results, logprobs, self._record())
         return self._last
 
     def _forward(self, shape: StepShape) -> Tensor:
@@ -207,41 +213,6 @@ class GraphRunner(Runner):
         context = self._config.context_tokens
         return context if window is None else min(context, window)
 
-    def _draw(self, logits: Tensor, shape: StepShape, chunks: Sequence[Chunk], staging: Staging) -> None:
-        """Samples a token for each request, needed or not, into `latest` and the staging's results."""
-        samplings = [chunk.request.sampling for chunk in chunks]
-        greedy = all(sampling.greedy for sampling in samplings)
-        columns = _columns_of(self._greedy, shape) if greedy else self._columns(shape, chunks, staging)
-        temperature, top_k, top_p, keys = columns
-        token_ids, bad = kernels.sample_rows(
-            logits,
-            temperature,
-            top_k if any(sampling.top_k for sampling in samplings) else None,
-            top_p if any(sampling.top_p < 1.0 for sampling in samplings) else None,
-            keys,
-        )
-        slots = StepInputs.within(self._ints, shape).slots
-        self._latest[slots.long()] = token_ids
-        staging.results[: shape.requests].copy_(token_ids.masked_fill(bad, -1), non_blocking=True)
-
-    def _columns(
-        self, shape: StepShape, chunks: Sequence[Chunk], staging: Staging
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(temperature, top_k, top_p, keys), each [requests], on the device; padding is greedy."""
-        samplings = [chunk.request.sampling for chunk in chunks]
-        on_host = staging.longs[: 4 * shape.requests].view(4, shape.requests).zero_()
-        count = len(chunks)
-        on_host[0].view(torch.float64)[:count] = torch.tensor([each.temperature for each in samplings]).double()
-        on_host[1, :count] = torch.tensor([each.top_k for each in samplings])
-        on_host[2].view(torch.float64)[:count] = torch.tensor([each.top_p for each in samplings], dtype=torch.float64)
-        on_host[3, :count] = kernels.sampling_keys(
-            torch.tensor([_signed(each.seed) for each in samplings]),
-            torch.tensor([chunk.request.choice for chunk in chunks]),
-            torch.tensor([chunk.end for chunk in chunks]),
-        )
-        self._longs[: 4 * shape.requests].view(4, shape.requests).copy_(on_host, non_blocking=True)
-        return _columns_of(self._longs, shape)
-
     def _send_tables(self) -> None:
         changes = self._slots.take_changes()
         if changes is None:
@@ -269,27 +240,10 @@ class GraphRunner(Runner):
         return super().launch(chunks, tick)
 
 
-def _columns_of(buffer: Tensor, shape: StepShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    temperature, top_k, top_p, keys = buffer[: 4 * shape.requests].view(4, shape.requests)
-    return temperature.view(torch.float64), top_k, top_p.view(torch.float64), keys
-
-
 def _nothing() -> None:
     pass
 
 
 def _asks_for_more(chunk: Chunk) -> bool:
     request = chunk.request
-    sampling = request.sampling
-    return (
-        request.shaping is not None
-        or request.fanout > 1
-        or request.scores is not None
-        or sampling.logprobs is not None
-        or sampling.prompt_logprobs is not None
-    )
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed number."""
-    return seed - 2**64 if seed >= 2**63 else seed
+    return request.shaping is not None or request.fanout > 1 or request.sampling.prompt_logprobs is not None
