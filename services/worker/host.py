@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from paceline import kernels
 from paceline.checkpoint import reader, source
 from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
@@ -51,6 +52,7 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
     """Loads the model and warms it up. Raises a StartupError that says what to change. `hub` is for tests."""
     compute_device = device.open_device(config.compute_device)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if config.on_gpu else "float32"
+    kernels.set_batch_invariant(config.batch_invariant)
     checkpoint = source.resolve(config.model, cache_dir=config.cache_dir, offline=config.offline)
     shape = reader.read_config(checkpoint)
     if config.context_tokens is not None:

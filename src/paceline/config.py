@@ -166,6 +166,13 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
             "and 1024 where a GPU only prefills"
         ),
     ] = None
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="On a GPU, fix the order of every sum: a request's tokens are the same alone and in any batch, "
+            "at some cost in speed"
+        ),
+    ] = False
     prefix_cache: Annotated[bool, Meta(description="Keep the KV of full blocks to be found by later prompts")] = True
     max_running: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -212,6 +219,8 @@ class WorkerConfig(EngineConfig, frozen=True, kw_only=True):
         """Raises ConfigError for an address that is not host:port."""
         for address in self.router:
             parse_address("router", address)
+        if self.batch_invariant and not self.on_gpu:
+            raise ConfigError(f"batch_invariant: it is for GPUs, and the device is {self.compute_device}")
         if self.cuda_index is not None and self.device not in ("cpu", f"cuda:{self.cuda_index}"):
             raise ConfigError(f"cuda_index: {self.cuda_index} contradicts the device {self.device}")
         if self.advertise is not None:

@@ -5,7 +5,8 @@ sent there; a few numbers a request are packed into pinned memory and copied ove
 them out, runs the model and leaves logits; sampling follows in stream order; the tokens stay on the device, where the
 next step finds them, and are copied to pinned memory, where the host finds them once the step's event has come.
 
-A step that asks for more (penalties, a prompt's log-probabilities, several first tokens) is computed as on a CPU: at once.
+A step that asks for more (penalties, a prompt's log-probabilities, several first tokens) is computed at once, as on a
+CPU.
 """
 
 from __future__ import annotations
