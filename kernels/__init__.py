@@ -1,4 +1,5 @@
-"""The kernels, behind one set of names: Triton's form on a GPU, its torch twin elsewhere (`paceline.kernels.dispatch`).
+"""The kernels, behind one set of names: Triton's form on a GPU, on a CPU that in C or the torch twin
+(`paceline.kernels.dispatch`).
 
 The twins, in `paceline.kernels.reference`, say what each computes and in which shapes.
 """
@@ -10,10 +11,11 @@ from torch import Tensor
 from paceline.kernels import reference
 from paceline.kernels.dispatch import Backend, backend_for, dispatched, forced
 from paceline.kernels.modes import batch_invariant, kernels_may_overlap, let_kernels_overlap, set_batch_invariant
+from paceline.kernels.native.attention import DecodePlan, decode_attention, plan_decode
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 from paceline.kernels.reference import rope_tables, sampling_keys, store_rows
 
-AttentionPlan = reference.AttentionPlan | PagedPlan
+AttentionPlan = reference.AttentionPlan | PagedPlan | DecodePlan
 
 rms_norm = dispatched(reference.rms_norm, "norm")
 add_rms_norm = dispatched(reference.add_rms_norm, "norm")
@@ -43,8 +45,11 @@ def plan_attention(
     and its blocks in `tables[i]`. A token sees itself and the tokens before it, at most `window` in all; blocks that
     lie before every window are never read, so their entries in the table may hold anything.
     """
-    plan = reference.plan_attention if backend_for(pool) is Backend.TWIN else plan_pages
-    return plan(starts, lengths, tables, pool, window)
+    backend = backend_for(pool)
+    if backend is Backend.TRITON:
+        return plan_pages(starts, lengths, tables, pool, window)
+    decode = plan_decode(starts, lengths, tables, pool, window) if backend is Backend.NATIVE else None
+    return decode or reference.plan_attention(starts, lengths, tables, pool, window)
 
 
 def attention(qkv: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, scale: float | None = None) -> Tensor:
@@ -53,6 +58,8 @@ def attention(qkv: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, scale:
     `qkv` [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim]. `scale` multiplies the products of
     queries and keys; by default 1 / sqrt(head_dim).
     """
+    if isinstance(plan, DecodePlan):
+        return decode_attention(qkv, pool, layer, plan, scale)
     if not isinstance(plan, PagedPlan):
         return reference.attention(qkv, pool, layer, plan, scale)
     from paceline.kernels.paged_attention import attention as compiled  # Triton comes with it: never on a CPU.
@@ -63,6 +70,7 @@ def attention(qkv: Tensor, pool: Tensor, layer: int, plan: AttentionPlan, scale:
 __all__ = [
     "AttentionPlan",
     "Backend",
+    "DecodePlan",
     "PagedPlan",
     "add_rms_norm",
     "attention",

@@ -90,7 +90,7 @@ def _draw(logits: Tensor, points: Sequence[DrawPoint]) -> Tensor:
         ),
     )
     cut = [row for row, point in enumerate(points) if point.sampling.top_k > 0 or point.sampling.top_p < 1.0]
-    if not cut or kernels.backend_for(logits) is not kernels.Backend.TWIN:
+    if not cut or kernels.backend_for(logits) is kernels.Backend.TRITON:
         return kernels.sample(logits, *columns)
     token_ids = torch.full((len(points),), -1)
     left = torch.tensor(cut)

@@ -13,15 +13,26 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.kernels import Backend, forced
+from paceline.kernels import Backend, forced, native
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
 
+@pytest.fixture(scope="session")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> native.Loaded | native.Missing:
+    """The kernels in C, compiled once. From then on CPU calls get them that nothing else is `forced` on."""
+    return native.load(tmp_path_factory.mktemp("native"))
+
+
 @pytest.fixture(params=list(Backend), ids=lambda backend: backend.value)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Both forms, each the one that the test's calls get."""
+def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Backend]:
+    """Every form that the device has, each the one that the test's calls get."""
+    if request.param is Backend.NATIVE:
+        if device.type != "cpu":
+            pytest.skip("kernels in C compute on a CPU")
+        if isinstance(missing := request.getfixturevalue("in_c"), native.Missing):
+            pytest.skip(missing.why)
     with forced(request.param):
         yield request.param
 
