@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ACCEPT := wheel grpcurl parity overlap pool cancel kill ready idle bad-input models distribution seeds cache beams
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test test-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
+.PHONY: help env demo bench test test-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -68,6 +68,9 @@ accept: $(ACCEPT:%=accept-%) ## every acceptance check
 
 $(ACCEPT:%=accept-%): accept-%: $(STAMP)
 	@$(BIN)/python bench/accept.py $*
+
+bench: $(STAMP) ## a cluster on this CPU against transformers, in one run
+	@$(BIN)/python bench/speed.py
 
 print-python:
 	@echo $(PYTHON)

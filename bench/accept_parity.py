@@ -167,7 +167,7 @@ class Reference:
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= TIED, f"transformers read {unexpected} too many, {missing} too few"
         model.tie_weights()
-        self._model = model.eval()
+        self.model = model.eval()
         self._eos = list(read_config(source).eos_token_ids)
 
     def answer_all(self, asked: Sequence[Case]) -> tuple[list[list[int]], list[tuple[int, ...]], float]:
@@ -192,7 +192,7 @@ class Reference:
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[int, ...]:
         """The greedy answer, up to and with an end-of-sequence token."""
         ids = torch.tensor([prompt])
-        found = self._model.generate(
+        found = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
@@ -206,7 +206,7 @@ class Reference:
     def search(self, prompt: list[int], width: int, max_tokens: int) -> Beams:
         """All beams of a beam search, each up to and with an end-of-sequence token, the best first."""
         ids = torch.tensor([prompt])
-        found = self._model.generate(
+        found = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
@@ -227,8 +227,8 @@ class Reference:
     @torch.inference_mode()
     def gap(self, context: list[int]) -> str:
         """How near the two most likely next tokens are, in float64: a difference there may be one of rounding."""
-        logits = self._model.double()(torch.tensor([context])).logits[0, -1]
-        self._model.float()
+        logits = self.model.double()(torch.tensor([context])).logits[0, -1]
+        self.model.float()
         best = logits.topk(2)
         return f"float64 logits {best.values.tolist()} of tokens {best.indices.tolist()}"
 

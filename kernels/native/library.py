@@ -33,7 +33,7 @@ _SIGNATURES: Final = {
     "decode_attention": (*[_POINTER] * 6, *[_INTEGER] * 9, _REAL, _INTEGER),
 }
 
-_library: ctypes.CDLL | None = None
+_loaded: Final[list[ctypes.CDLL]] = []  # one, once there is one: a process has it as it has torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,17 @@ class Missing:
 
 def is_loaded() -> bool:
     """True where this process has them."""
-    return _library is not None
+    return bool(_loaded)
 
 
 def library() -> ctypes.CDLL:
     """The loaded functions, with their signatures."""
-    assert _library is not None, "asked only where `is_loaded`"
-    return _library
+    assert _loaded, "asked only where `is_loaded`"
+    return _loaded[-1]
 
 
 def load(folder: Path) -> Loaded | Missing:
     """Makes the kernels usable in this process, compiled into `folder` unless they lie there."""
-    global _library  # noqa: PLW0603: a process has one, as it has one torch
     compiler = shutil.which("cc")
     if compiler is None:
         return Missing("there is no C compiler called cc")
@@ -78,7 +77,7 @@ def load(folder: Path) -> Loaded | Missing:
         return Missing(f"{compiler} failed: {str(error.stderr).strip()[:200]}")
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
         return Missing(str(error)[:200])
-    _library = found
+    _loaded[:] = [found]
     return Loaded(path)
 
 

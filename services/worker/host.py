@@ -23,6 +23,7 @@ from paceline.config import WorkerConfig
 from paceline.engine import device, weights
 from paceline.engine.engine import Engine, EngineStats
 from paceline.errors import ConfigError
+from paceline.kernels import native
 from paceline.kvtransfer import transports
 from paceline.kvtransfer.agent import SETTLE_S, TransferAgent
 from paceline.kvtransfer.layout import Fingerprint, KvLayout
@@ -145,6 +146,17 @@ def use_threads(config: WorkerConfig) -> None:
     """Gives the process its share of the cores; once, before anything computes."""
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     torch.set_num_interop_threads(1)
+
+
+def use_kernels(config: WorkerConfig) -> None:
+    """Takes the CPU kernels in C into use, where they are wanted and can be had; once, before anything computes."""
+    if config.on_gpu or config.cpu_kernels == "torch":
+        return
+    match native.load(config.cache_dir / "kernels"):
+        case native.Loaded(path):
+            _log.info("kernels in C are in use", path=str(path))
+        case native.Missing(why):
+            _log.warning("decode steps are computed by torch alone, which is slower", why=why)
 
 
 def _warm_up(engine: Engine, *, on_gpu: bool) -> None:

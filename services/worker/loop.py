@@ -26,7 +26,7 @@ from paceline.engine.request import StepOutput
 from paceline.errors import PacelineError
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.prefix import KvChange
-from paceline.services.worker.host import Host, build, use_threads
+from paceline.services.worker.host import Host, build, use_kernels, use_threads
 from paceline.services.worker.link import EngineLink
 from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failure, Ping
 from paceline.services.worker.process import be_born
@@ -241,6 +241,7 @@ def main(
     log.configure(service, config.log_level, config.log_json, worker=str(birth.worker))
     link: EngineLink[Any] = EngineLink(Path(birth.link_dir), commands)
     use_threads(config)
+    use_kernels(config)
     if config.host in _LOOPBACK:
         # UCX listens for its peers on every interface else; whoever reaches it could write to the pool.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")

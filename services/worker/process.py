@@ -23,6 +23,13 @@ from paceline.types import WorkerKey
 _PR_SET_PDEATHSIG: Final = 1
 _KILL_AFTER_S: Final = 5.0
 
+_SPINS: Final = "2000"
+"""Rounds of a fraction of a microsecond that a thread waits for the others of its step before it sleeps.
+
+That spans the gaps within a step. OpenMP's own default, some milliseconds, takes the core from the very thread that is
+waited for, wherever other processes want it: the other tier is one.
+"""
+
 C = TypeVar("C", bound=msgspec.Struct)
 
 
@@ -58,7 +65,9 @@ class EngineProcess:
         """Starts `python -m module` from the running loop; `inherit` are descriptors that it holds for life."""
         # -P: the working directory must not shadow packages.
         command = [sys.executable, "-P", "-m", module]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherit)
+        # OpenMP reads it when it is loaded, which is before the engine could say so itself.
+        environment = {"GOMP_SPINCOUNT": _SPINS} | os.environ
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherit, env=environment)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a child that died at once is seen by `wait`, with its status
             process.stdin.write(msgspec.json.encode(birth) + b"\n")

@@ -190,6 +190,12 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="Threads that compute; none: this worker's share of the cores"),
     ] = None
+    cpu_kernels: Annotated[
+        Literal["auto", "torch"],
+        Meta(
+            description="Decode steps on a CPU: auto compiles kernels in C if there is a compiler, torch does without"
+        ),
+    ] = "auto"
     seed: Annotated[int, Meta(description="Seed of dummy weights", ge=0, le=2**63 - 1)] = 0
 
 

@@ -58,7 +58,9 @@ def make_plan(config: UpConfig, sources: Sources, *, parent: int) -> Plan:
     address = f"{_reachable(config.host)}:{ports[ROUTER]}"
     # Two clusters of one user must not take each other's worker ids.
     run_dir = ensure_run_dir(ensure_run_dir(config.run_dir) / str(ports[ROUTER]))
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, len(names)))
+    # The tiers compute in turn, more often than not, and workers of one tier at once. So each tier gets all cores: its
+    # waiting threads sleep, and take little from the other tier.
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // max(config.prefill, config.decode))
     roles = []
     for index, name in enumerate((ROUTER, *names)):
         own: dict[str, object] = {"port": ports[name], "run_dir": run_dir}

@@ -134,9 +134,10 @@ def test_metrics_ports_count_up_unless_free_ones_or_none_are_asked_for(
     assert [settings(made, role.name).metrics_port for role in made.roles] == ports
 
 
-def test_workers_share_the_cores_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_one_tier_share_the_cores_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert decode(plan(tmp_path, port=0, prefill=1, decode=2)).threads == 2
+    assert decode(plan(tmp_path, port=0, prefill=1, decode=1)).threads == 8
+    assert decode(plan(tmp_path, port=0, prefill=1, decode=2)).threads == 4
     assert decode(plan(tmp_path, port=0, prefill=4, decode=8)).threads == 1
     assert decode(plan(tmp_path, port=0, threads=5)).threads == 5
 
