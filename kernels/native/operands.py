@@ -11,7 +11,7 @@ def supported(first: Tensor, *others: Tensor | None) -> bool:
     dtype = first.dtype
     if (dtype is not torch.float32 and dtype is not torch.bfloat16) or not first.is_contiguous():
         return False
-    for other in others:  # noqa: SIM110: asked some 200 times a step, and a generator takes twice as long
+    for other in others:  # noqa: SIM110 asked some 200 times a step, where a generator shows
         if other is not None and (other.dtype is not dtype or not other.is_contiguous()):
             return False
     return True

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline import kernels
-from paceline.kernels import gemv
+from paceline.kernels import gemv, native
 from paceline.kernels.gemv import GemvShape
 from paceline.testing.nearness import DTYPES, assert_near, cases
 
@@ -80,3 +80,17 @@ def test_a_row_is_the_same_beside_others(triton_backend: None, device: torch.dev
     weight = torch.randn(64, 1100, generator=source).to(torch.bfloat16).to(device)
     together = kernels.linear(x, weight)
     assert torch.equal(kernels.linear(x[3:4], weight), together[3:4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_in_c_is_the_same_alone_and_among_others(
+    dtype: torch.dtype, in_c: native.Loaded | native.Missing, device: torch.device
+) -> None:
+    if device.type != "cpu" or isinstance(in_c, native.Missing):
+        pytest.skip("kernels in C compute on a CPU with a compiler")
+    source = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(rows, 576, generator=source).to(dtype) for rows in (23, 200))
+    with kernels.forced(kernels.Backend.NATIVE):
+        together = kernels.linear(x, weight)
+        for rows in (1, 2, 3, 4, 7, 8, 16):
+            assert torch.equal(kernels.linear(x[:rows].clone(), weight), together[:rows])
