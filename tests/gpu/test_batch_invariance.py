@@ -1,4 +1,4 @@
-"""In batch-invariant mode a request's tokens are the same alone, among 64, in chunks, and after preemption, in bfloat16."""
+"""In batch-invariant mode, in bfloat16, a request gets the same tokens alone, among 64, in chunks, and preempted."""
 
 from __future__ import annotations
 
