@@ -26,7 +26,6 @@ from gpu_compile import compile_all
 from gpu_timing import seconds
 from paceline.kernels.attention_decode import decode_attention
 from paceline.kernels.attention_tile import TileShape, tile_shape
-from paceline.kernels.modes import let_kernels_overlap
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 
 POINTS = ((1, 512), (1, 2048), (64, 512), (16, 512), (16, 2048), (64, 2048), (1, 8192))
@@ -135,7 +134,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     started = time.monotonic()
-    let_kernels_overlap(True)
     device = torch.device(args.device)
     points = ((2, 130),) if args.quick else POINTS + MORE
     blocks = max(batch * -(-context // BLOCK) for batch, context in points)

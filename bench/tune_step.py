@@ -21,9 +21,9 @@ from torch import Tensor
 from ceilings import TINY, ModelShape, ModelWeights, copy_bytes_s
 from gpu_timing import seconds
 from paceline import kernels
-from paceline.kernels import gemv
-from paceline.kernels.gemv import GemvShape
+from paceline.kernels.linear_shapes import stream_shape
 from paceline.kernels.modes import let_kernels_overlap
+from paceline.kernels.skinny_linear import stream_weights
 
 Product = Callable[[Tensor, Tensor], Tensor]
 BLOCK = 16
@@ -92,9 +92,11 @@ class Step:
         return 2 * (shape.weights + kv)
 
 
-def by_gemv(x: Tensor, weight: Tensor) -> Tensor:
-    """Products of few rows on the plain units."""
-    return gemv.multiply(x, weight, None, GemvShape(2, 16384, 16) if weight.shape[1] > 4096 else GemvShape(4, 4096, 8))
+def by_streaming(x: Tensor, weight: Tensor) -> Tensor:
+    """Products as sizes get them that were not measured."""
+    outputs, inputs = weight.shape
+    shape = stream_shape(x.shape[0], outputs, inputs, x.element_size())
+    return stream_weights(x, weight, None, shape) if x.shape[0] <= 16 else F.linear(x, weight)
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def overlapping(on: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        let_kernels_overlap(False)
+        let_kernels_overlap(True)
 
 
 def main() -> None:
@@ -130,13 +132,13 @@ def main() -> None:
             for context in args.contexts:
                 step = Step(model, pool, batch, context)
                 variants: list[tuple[str, bool, Product]] = [
-                    ("as it is", False, kernels.linear),
+                    ("one after the other", False, kernels.linear),
                     ("overlapping", True, kernels.linear),
+                    ("streaming, overlapping", True, by_streaming),
                     ("cuBLAS, overlapping", True, F.linear),
                 ]
-                if batch <= gemv.MOST_ROWS:
-                    variants += [("gemv", False, by_gemv), ("gemv, overlapping", True, by_gemv)]
-                usual = step.run(kernels.linear).double()
+                with overlapping(False):
+                    usual = step.run(kernels.linear).double()
                 for name, on, multiply in variants:
                     results: list[Tensor] = []
                     with overlapping(on):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.attention_tile import TileShape, fold_tile, load_queries, tile_shape
+from paceline.kernels.attention_tile import TileShape, decode_tile, fold_tile, load_queries
 from paceline.kernels.launch import (
     fetch_ahead,
     launch,
@@ -186,7 +186,7 @@ def decode_attention(
     _, kv_heads, _, _, block_tokens, head_dim = pool.shape
     heads = qkv.shape[1] - 2 * kv_heads
     group = heads // kv_heads
-    shape = shape or tile_shape(power_of_two(plan.few * group, 16), pool)
+    shape = shape or decode_tile(power_of_two(plan.few * group, 16), pool, plan.splits)
     overlap = overlaps(qkv)
     dim = power_of_two(head_dim)
     split = plan.splits > 1

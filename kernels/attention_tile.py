@@ -4,7 +4,7 @@ A program's rows are the queries of one KV head: `row // GROUP` is the query, `r
 share the KV head; so one product serves the whole group. Sums are kept in float32, exponentials are powers of two.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -117,3 +117,9 @@ def tile_shape(rows: int, pool: Tensor) -> TileShape:
         return TileShape(rows, 32 if dim > 64 else 64, 8 if rows > 32 else 4, 1 if dim > 128 else 2)
     keys = 32 if dim > 128 and rows > 64 else 64
     return TileShape(rows, keys, 8 if rows * dim > 64 * 128 else 4, 2 if dim > 128 else 3)
+
+
+def decode_tile(rows: int, pool: Tensor, splits: int) -> TileShape:
+    """For a decode's program: of shared contexts each reads too little for deep pipelining to pay."""
+    shape = tile_shape(rows, pool)
+    return replace(shape, stages=2) if splits > 1 and shape.stages > 2 else shape

@@ -1,10 +1,8 @@
 """The dense product with one to four rows, on the plain arithmetic units: each program reads a few weights' rows whole.
 
 All of a program's weights are on their way before it waits for the kernel that makes its inputs, so that where kernels
-overlap (`paceline.kernels.launch.OVERLAPS`) the memory is never idle between two products.
+overlap (`paceline.kernels.launch.overlaps`) the memory is never idle between two products.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,18 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.launch import launch, narrow, overlaps, power_of_two, start_next, wait_for_last
+from paceline.kernels.linear_shapes import GemvShape
 
 MOST_ROWS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class GemvShape:
-    """How a product is cut up."""
-
-    outputs: int  # of a program
-    inputs: int  # looked at together
-    warps: int
-    overlap: bool = True
 
 
 @triton.jit
@@ -111,7 +100,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, shape: GemvShape) -
     outputs = weight.shape[0]
     assert 0 < rows <= MOST_ROWS
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    overlap = shape.overlap and overlaps(x)
+    overlap = overlaps(x)
     launch(
         _gemv,
         (triton.cdiv(outputs, shape.outputs),),

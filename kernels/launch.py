@@ -38,12 +38,13 @@ def overlaps(tensor: Tensor) -> bool:
     One that does calls `wait_for_last` in every program before it reads what others write, or writes anything, and
     before it ends: its own end then says that all before it have ended too.
     """
-    return kernels_may_overlap() and tensor.is_cuda and _compute_capability(tensor.device) >= (9, 0)
+    return kernels_may_overlap() and compute_capability(tensor.device) >= (9, 0)
 
 
 @cache
-def _compute_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; (0, 0) of anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def upcast(tensor: Tensor) -> bool:

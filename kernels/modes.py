@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Modes:
     batch_invariant: bool = False
-    overlap: bool = False
+    overlap: bool = True
 
 
 _modes = _Modes()
@@ -30,7 +30,10 @@ def batch_invariant() -> bool:
 
 
 def let_kernels_overlap(on: bool) -> None:
-    """Whether kernels launched or captured from now on may start while the one before ends, on GPUs that can."""
+    """Whether kernels launched or captured from now on may start while the one before ends, on GPUs that can.
+
+    They do unless told otherwise: what they compute is the same.
+    """
     _modes.overlap = on
 
 

@@ -12,8 +12,8 @@ FEW_QUERIES = 9
 """Most tokens of a request for which the decode kernel is used: a token and eight drafts."""
 SPLIT_TOKENS = 64
 """Fewest context tokens worth a program of their own."""
-_ENOUGH_PROGRAMS = 528  # four on each of an H200's 132 multiprocessors: more splits than that only add to the reduction
-_MOST_SPLITS = 32
+_ENOUGH_PROGRAMS = 512  # about four on each of an H200's 132 multiprocessors: more splits only add to the reduction
+_MOST_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def count_splits(requests: int, kv_heads: int, longest: int) -> int:
 
     A power of two, since each number is a kernel to compile.
     """
-    enough = -(-_ENOUGH_PROGRAMS // max(1, requests * kv_heads))
+    enough = _ENOUGH_PROGRAMS // max(1, requests * kv_heads)
     most = max(1, min(enough, -(-longest // SPLIT_TOKENS), _MOST_SPLITS))
     return 1 << (most.bit_length() - 1)
 

@@ -5,16 +5,14 @@ on its long side: [OUTPUTS, INPUTS] x [INPUTS, rows]. Where a band is split, the
 pieces up, always in the same order.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.gemv import multiply
 from paceline.kernels.launch import (
-    INTERPRETED,
     fetch_ahead,
     launch,
     narrow,
@@ -24,14 +22,12 @@ from paceline.kernels.launch import (
     upcast,
     wait_for_last,
 )
+from paceline.kernels.linear_shapes import GemvShape, StreamShape, choose
 from paceline.kernels.modes import batch_invariant
 
 MOST_ROWS = 144
 """Rows that the kernel takes: sixteen requests of nine tokens."""
-_FASTER_ROWS = 16  # up to here it is no slower than cuBLAS on an H200, measured in bfloat16 on an 8B model's shapes
-_PROGRAMS = 264  # two on each of an H200's 132 multiprocessors
 _LINE = tl.constexpr(64)  # two-byte elements of a cache line
-_FEWEST_STEPS = 4  # of a piece's loop, or joining costs more than sharing saves
 
 
 @triton.jit
@@ -166,35 +162,6 @@ def _stream(
         tl.store(arrivals + band, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamShape:
-    """How a product is cut up; numbers that were measured belong here, none is found while serving."""
-
-    rows: int
-    tail: int  # rows of the second product, 0: none
-    outputs: int
-    inputs: int
-    splits: int
-    warps: int
-    stages: int
-    ahead: int = 0  # steps of the loop whose weights are fetched ahead, where kernels overlap; 0: they do not
-
-
-def stream_shape(rows: int, outputs: int, inputs: int, element_bytes: int) -> StreamShape:
-    """For a product of these sizes."""
-    wide = power_of_two(rows, 16)
-    tail = 0
-    if rows > 128:
-        wide, tail = 128, power_of_two(rows - 128, 16)
-    band = 64
-    depth = 128 if element_bytes == 2 and wide <= 64 else 64 if element_bytes == 2 else 32
-    bands = triton.cdiv(outputs, band)
-    steps = triton.cdiv(inputs, depth)
-    splits = max(1, min(_PROGRAMS // bands, steps // _FEWEST_STEPS, 16))
-    splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # as many as get something to do
-    return StreamShape(wide, tail, band, depth, splits, 4, 1 if INTERPRETED else 4 if element_bytes == 2 else 2)
-
-
 _arrivals: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
@@ -254,6 +221,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from paceline.kernels.invariant_linear import invariant_linear  # It is made of this file's pieces.
 
         return invariant_linear(x, weight, bias)
-    if x.shape[0] > _FASTER_ROWS:
+    rows, inputs = x.shape
+    shape = choose(rows, weight.shape[0], inputs, x.element_size()) if rows else None
+    if shape is None:
         return F.linear(x, weight, bias)
-    return stream_weights(x, weight, bias, stream_shape(x.shape[0], weight.shape[0], weight.shape[1], x.element_size()))
+    if isinstance(shape, GemvShape):
+        return multiply(x, weight, bias, shape)
+    return stream_weights(x, weight, bias, shape)

@@ -115,7 +115,8 @@ def test_a_decode_alone_and_among_others_is_the_same(triton_backend: None, devic
 
 def test_splits_fill_a_gpu_and_no_more() -> None:
     assert count_splits(1, 8, SPLIT_TOKENS) == 1
-    assert count_splits(1, 8, 8192) == 32
-    assert count_splits(64, 8, 8192) == 2
+    assert count_splits(1, 8, 8192) == 64
+    assert count_splits(16, 8, 8192) == 4
+    assert count_splits(64, 8, 8192) == 1
     assert count_splits(256, 8, 8192) == 1
     assert count_splits(0, 8, 0) == 1

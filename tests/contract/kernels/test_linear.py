@@ -9,7 +9,7 @@ import torch
 
 from paceline import kernels
 from paceline.kernels import gemv, native
-from paceline.kernels.gemv import GemvShape
+from paceline.kernels.linear_shapes import GemvShape
 from paceline.testing.nearness import DTYPES, assert_near, cases
 
 SHAPES = {
@@ -34,7 +34,8 @@ def test_linear_is_that_of_float64(case: dict[str, Any], backend: kernels.Backen
     if rows:
         assert_near(found, wanted)
     if backend is kernels.Backend.TRITON and 0 < rows <= 144:
-        from paceline.kernels.skinny_linear import stream_shape, stream_weights
+        from paceline.kernels.linear_shapes import stream_shape
+        from paceline.kernels.skinny_linear import stream_weights
 
         shape = stream_shape(rows, outputs, inputs, x.element_size())
         for _ in range(2):  # The second use finds what the first left of the counters that pieces share.
@@ -66,7 +67,8 @@ def test_a_product_of_few_rows_is_that_of_float64(
 @pytest.mark.parametrize("splits", [1, 2, 5, 9])
 def test_pieces_add_up(splits: int, triton_backend: None, device: torch.device) -> None:
     """Also when some have less to do than others, or nothing."""
-    from paceline.kernels.skinny_linear import StreamShape, stream_weights
+    from paceline.kernels.linear_shapes import StreamShape
+    from paceline.kernels.skinny_linear import stream_weights
 
     source = torch.Generator().manual_seed(splits)
     x, weight = torch.randn(130, 300, generator=source).to(device), torch.randn(70, 300, generator=source).to(device)
@@ -74,12 +76,11 @@ def test_pieces_add_up(splits: int, triton_backend: None, device: torch.device) 
     assert_near(found, x.double() @ weight.double().T)
 
 
-def test_a_row_is_the_same_beside_others(triton_backend: None, device: torch.device) -> None:
+def test_a_row_is_the_same_beside_others_of_the_same_tile(triton_backend: None, device: torch.device) -> None:
     source = torch.Generator().manual_seed(0)
     x = torch.randn(16, 1100, generator=source).to(torch.bfloat16).to(device)
     weight = torch.randn(64, 1100, generator=source).to(torch.bfloat16).to(device)
-    together = kernels.linear(x, weight)
-    assert torch.equal(kernels.linear(x[3:4], weight), together[3:4])
+    assert torch.equal(kernels.linear(x[3:5], weight), kernels.linear(x, weight)[3:5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,3 +95,18 @@ def test_a_row_in_c_is_the_same_alone_and_among_others(
         together = kernels.linear(x, weight)
         for rows in (1, 2, 3, 4, 7, 8, 16):
             assert torch.equal(kernels.linear(x[:rows].clone(), weight), together[:rows])
+
+
+def test_the_table_names_shapes_that_the_kernels_take() -> None:
+    from paceline.kernels import linear_shapes
+
+    measured = linear_shapes._measured()
+    assert (28672, 4096) in measured
+    for entries in measured.values():
+        bounds = [rows for rows, _ in entries]
+        assert bounds == sorted(set(bounds))
+        for rows, shape in entries:
+            if isinstance(shape, GemvShape):
+                assert rows <= gemv.MOST_ROWS
+            elif shape is not None:
+                assert rows <= shape.rows + shape.tail
