@@ -32,11 +32,11 @@ from report import Report
 
 THREADS: Final = 2
 ROUNDS: Final = 5
-BATCHES: Final = {1: 32, 16: 96}
-"""Tokens that each request of a batch decodes. Prompts of a batch are computed one after the other, and what counts is
-the time when all decode: so the first must still be at it when the last begins."""
+BATCHES: Final = (1, 16)
 COMPARED: Final = 24
-"""Tokens that transformers decodes, of each request."""
+"""Tokens of each request, at least, by both. Prompts of a batch are computed one after the other, and what counts is the
+time when all decode: so ours go on until the last has so many."""
+LONGEST: Final = 1024
 SHORT_PROMPT: Final = 64
 LONG_PROMPT: Final = 1024
 FASTER: Final = 1.3
@@ -103,29 +103,34 @@ class Served:
     def __init__(self, cluster: Cluster) -> None:
         self._address = cluster.router
 
-    def answer(self, prompts: Prompts, max_tokens: int) -> Answer:
-        """All prompts at once, each token as it comes."""
-        return asyncio.run(self._answer(prompts, max_tokens))
+    def answer(self, prompts: Prompts, wanted: int) -> Answer:
+        """All prompts at once, each token as it comes, until each has `wanted`; then they are cancelled."""
+        return asyncio.run(self._answer(prompts, wanted))
 
-    async def _answer(self, prompts: Prompts, max_tokens: int) -> Answer:
+    async def _answer(self, prompts: Prompts, wanted: int) -> Answer:
+        tokens: list[list[int]] = [[] for _ in prompts]
+        arrivals: list[list[float]] = [[] for _ in prompts]
         async with AsyncClient(self._address) as client:
             await client.loads()  # the connection is there
             began = time.perf_counter()
 
-            async def ask(prompt: list[int]) -> tuple[list[int], list[float]]:
-                tokens: list[int] = []
-                arrivals: list[float] = []
+            async def ask(index: int) -> None:
                 stream = client.generate(
-                    prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=TIMEOUT_S
+                    prompts[index],
+                    max_tokens=wanted if len(prompts) == 1 else LONGEST,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    timeout=TIMEOUT_S,
                 )
                 async with stream:
                     async for chunk in stream:
-                        tokens += chunk.token_ids
-                        arrivals += [time.perf_counter() - began] * len(chunk.token_ids)
-                return tokens, arrivals
+                        tokens[index] += chunk.token_ids
+                        arrivals[index] += [time.perf_counter() - began] * len(chunk.token_ids)
+                        if all(len(each) >= wanted for each in tokens):
+                            break
 
-            found = await asyncio.gather(*map(ask, prompts))
-        return Answer([tokens for tokens, _ in found], [arrivals for _, arrivals in found])
+            await asyncio.gather(*map(ask, range(len(prompts))))
+        return Answer(tokens, arrivals)
 
 
 class Oracle:
@@ -169,9 +174,9 @@ def rounds(report: Report, apart: Served, alone: Served, oracle: Oracle, dtype: 
         return ask(draw(1, LONG_PROMPT), 1).first
 
     for index in range(ROUNDS + 1):
-        for batch, max_tokens in BATCHES.items():
+        for batch in BATCHES:
             prompts = draw(batch, SHORT_PROMPT)
-            ours, theirs = apart.answer(prompts, max_tokens), oracle.answer(prompts, COMPARED)
+            ours, theirs = apart.answer(prompts, COMPARED), oracle.answer(prompts, COMPARED)
             if index:  # the first round warms all up
                 decoding[batch].add(ours.decode_rate, theirs.decode_rate)
             differing += [

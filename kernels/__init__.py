@@ -12,6 +12,7 @@ from paceline.kernels import reference
 from paceline.kernels.dispatch import Backend, backend_for, dispatched, forced
 from paceline.kernels.modes import batch_invariant, kernels_may_overlap, let_kernels_overlap, set_batch_invariant
 from paceline.kernels.native.attention import DecodePlan, decode_attention, plan_decode
+from paceline.kernels.native.quantised import attach_quantised, reads_quantised
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 from paceline.kernels.reference import rope_tables, sampling_keys, store_rows
 
@@ -73,6 +74,7 @@ __all__ = [
     "DecodePlan",
     "PagedPlan",
     "add_rms_norm",
+    "attach_quantised",
     "attention",
     "backend_for",
     "batch_invariant",
@@ -86,6 +88,7 @@ __all__ = [
     "linear",
     "plan_attention",
     "qk_norm",
+    "reads_quantised",
     "rms_norm",
     "rope_and_store",
     "rope_tables",

@@ -187,7 +187,6 @@ INLINE void few_rows(const float *x, const void *weight, const void *bias, void 
 INLINE void band(const float *x, const char *weight, const void *bias, char *out, int64_t rows, int64_t inputs,
                  int64_t outputs, int64_t first, int kind) {
     const int64_t size = kind == BF16 ? 2 : 4, fours = rows / 4 * 4;
-    weight += first * inputs * size;
     for (int64_t o = 0; o < BAND && fours; o += 4) {
         const void *from = weight + o * inputs * size;
         const char *next = weight + (o + 4) * inputs * size;
@@ -215,9 +214,65 @@ void skinny_linear(const float *x, const void *weight, const void *bias, void *o
 #pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < outputs; first += BAND) {
         if (kind == BF16)
-            band(x, weight, bias, out, rows, inputs, outputs, first, BF16);
+            band(x, (const char *)weight + first * inputs * 2, bias, out, rows, inputs, outputs, first, BF16);
         else
-            band(x, weight, bias, out, rows, inputs, outputs, first, 0);
+            band(x, (const char *)weight + first * inputs * 4, bias, out, rows, inputs, outputs, first, 0);
+    }
+}
+
+/* The same over weights as a GGUF file has them, in blocks of 32: Q4_1 (scale, least, 32 half bytes, the low ones first) or
+ * Q8_0 (scale, 32 bytes). Each is widened to the very float32 that dequantising gives: scale * number is exact.
+ */
+#define Q4_1 2
+#define Q8_0 3
+#define MOST_QUANTISED_INPUTS 8192
+
+typedef float wide_block __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t wide_integers __attribute__((vector_size(64)));
+typedef uint8_t sixteen __attribute__((vector_size(16)));
+
+/* By way of integers: compilers convert bytes to floats one at a time. */
+#define TO_FLOAT(bytes) __builtin_convertvector(__builtin_convertvector(bytes, wide_integers), wide_block)
+
+INLINE float half_float(const uint8_t *at) {
+    _Float16 value;
+    memcpy(&value, at, 2);
+    return (float)value;
+}
+
+INLINE void widen(const uint8_t *from, float *to, int64_t blocks, int encoding) {
+    for (int64_t b = 0; b < blocks; b++, to += 32) {
+        const float scale = half_float(from);
+        if (encoding == Q4_1) {
+            const float least = half_float(from + 2);
+            sixteen bytes;
+            memcpy(&bytes, from + 4, 16);
+            *(wide_block *)to = TO_FLOAT(bytes & 15) * scale + least;
+            *(wide_block *)(to + 16) = TO_FLOAT(bytes >> 4) * scale + least;
+            from += 20;
+        } else {
+            sixteen low, high; /* signed bytes, which compilers widen slowly: as unsigned ones, 128 greater */
+            memcpy(&low, from + 2, 16);
+            memcpy(&high, from + 18, 16);
+            *(wide_block *)to = (TO_FLOAT(low ^ 128) - 128.0f) * scale;
+            *(wide_block *)(to + 16) = (TO_FLOAT(high ^ 128) - 128.0f) * scale;
+            from += 34;
+        }
+    }
+}
+
+/* `weight` uint8 [outputs, bytes of `inputs`]; all else float32, as above. */
+void quantised_linear(const float *x, const uint8_t *weight, const void *bias, void *out, int64_t rows, int64_t inputs,
+                      int64_t outputs, int64_t encoding) {
+    const int64_t row_bytes = inputs / 32 * (encoding == Q4_1 ? 20 : 34);
+#pragma omp parallel for schedule(static)
+    for (int64_t first = 0; first < outputs; first += BAND) {
+        float wide[BAND * inputs] __attribute__((aligned(64)));
+        if (encoding == Q4_1)
+            widen(weight + first * row_bytes, wide, BAND * inputs / 32, Q4_1);
+        else
+            widen(weight + first * row_bytes, wide, BAND * inputs / 32, Q8_0);
+        band(x, (const char *)wide, bias, out, rows, inputs, outputs, first, 0);
     }
 }
 

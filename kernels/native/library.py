@@ -27,6 +27,7 @@ _COMPILE_S: Final = 60.0
 _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: Final = {
     "skinny_linear": (*[_POINTER] * 4, *[_INTEGER] * 4),
+    "quantised_linear": (*[_POINTER] * 4, *[_INTEGER] * 4),
     "add_rms_norm": (*[_POINTER] * 4, *[_INTEGER] * 2, _REAL, _INTEGER),
     "swiglu": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "rope_and_store": (*[_POINTER] * 5, *[_INTEGER] * 6),

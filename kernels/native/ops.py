@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.kernels import reference
 from paceline.kernels.native.library import library
 from paceline.kernels.native.operands import is_bfloat16, supported
+from paceline.kernels.native.quantised import quantised_linear, quantised_of
 
 FEW_ROWS: Final = 24
 """Rows up to which the C product is the faster one; beyond, a blocked product reuses what it has in cache better."""
@@ -26,6 +27,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     even = outputs % _BAND == 0 and inputs % _LANES == 0 and inputs <= _MOST_INPUTS
     if not (0 < rows <= FEW_ROWS and even and x.dim() == 2 and supported(x, weight, bias)):
         return reference.linear(x, weight, bias)
+    if (stored := quantised_of(weight)) is not None:
+        return quantised_linear(x, stored, bias, outputs)
     wide = x.float()
     out = x.new_empty(rows, outputs)
     library().skinny_linear(

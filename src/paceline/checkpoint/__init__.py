@@ -3,10 +3,11 @@
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.checkpoint.reader import digest, open_tensors, read_config
 from paceline.checkpoint.source import Source, SourceKind, resolve
-from paceline.checkpoint.tensors import HostTensor, TensorInfo, Tensors
+from paceline.checkpoint.tensors import HostTensor, QuantisedRows, TensorInfo, Tensors
 
 __all__ = [
     "HostTensor",
+    "QuantisedRows",
     "ModelConfig",
     "Source",
     "SourceKind",

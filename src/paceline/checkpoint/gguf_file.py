@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.checkpoint.gguf_config import ROPE_FREQS
 from paceline.checkpoint.gguf_header import GgufHeader, GgufTensor
 from paceline.checkpoint.model_config import ModelConfig
-from paceline.checkpoint.tensors import HostTensor, TensorInfo, map_file, unmap
+from paceline.checkpoint.tensors import HostTensor, QuantisedRows, TensorInfo, map_file, unmap
 from paceline.errors import CheckpointError, quote
 
 if TYPE_CHECKING:
@@ -95,15 +95,24 @@ class GgufTensors:
     def read(self, name: str) -> HostTensor:
         """The values as float32."""
         info, tensor, kind = self._entries[name]
-        rows = math.prod(info.shape[:-1])
-        raw: NDArray[np.uint8] = np.frombuffer(self._mapped, np.uint8, info.nbytes, tensor.offset).reshape(rows, -1)
-        num_heads = self._heads.get(name.split(".")[-2])
-        if num_heads is not None:
-            raw = self._unpermuted(tensor, raw, num_heads)
-        values = self._dequantized(tensor, raw, kind, rows)
+        raw = self._rows(name)
+        values = self._dequantized(tensor, raw, kind, len(raw))
         if self._is_gemma and name.endswith("norm.weight"):
             values -= 1.0
         return HostTensor(values.reshape(info.shape))
+
+    def quantised(self, name: str) -> QuantisedRows | None:
+        """The rows as they lie in the file, in Hugging Face's order."""
+        info, _, _ = self._entries[name]
+        return QuantisedRows(info.encoding, self._rows(name).copy()) if len(info.shape) == 2 else None
+
+    def _rows(self, name: str) -> NDArray[np.uint8]:
+        """[rows, bytes of a row], perhaps a view of the file."""
+        info, tensor, _ = self._entries[name]
+        rows = math.prod(info.shape[:-1])
+        raw: NDArray[np.uint8] = np.frombuffer(self._mapped, np.uint8, info.nbytes, tensor.offset).reshape(rows, -1)
+        num_heads = self._heads.get(name.split(".")[-2])
+        return raw if num_heads is None else self._unpermuted(tensor, raw, num_heads)
 
     def _dequantized(
         self, tensor: GgufTensor, raw: NDArray[np.uint8], kind: GGMLQuantizationType, rows: int

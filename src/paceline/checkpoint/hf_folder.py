@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.hf_config import read_json
-from paceline.checkpoint.tensors import HostTensor, TensorInfo, map_file, unmap
+from paceline.checkpoint.tensors import HostTensor, QuantisedRows, TensorInfo, map_file, unmap
 from paceline.errors import CheckpointError, quote
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -63,6 +63,10 @@ class SafetensorsTensors:
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor of every shard."""
         return {name: stored.info for name, stored in self._entries.items()}
+
+    def quantised(self, name: str) -> QuantisedRows | None:
+        """None: nothing is."""
+        return None
 
     def stored(self, name: str) -> memoryview:
         """The values' bytes."""

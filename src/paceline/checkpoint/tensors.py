@@ -34,6 +34,13 @@ class HostTensor(msgspec.Struct, frozen=True):
     is_bfloat16: bool = False
 
 
+class QuantisedRows(msgspec.Struct, frozen=True):
+    """A matrix as its file has it: `encoding` is that of `TensorInfo`, and `rows` [rows, bytes of a row] a copy."""
+
+    encoding: str
+    rows: NDArray[np.uint8]
+
+
 class Tensors(Protocol):
     """The tensors of one checkpoint. Not for two threads at once. Methods raise `CheckpointError`."""
 
@@ -43,6 +50,9 @@ class Tensors(Protocol):
 
     def read(self, name: str) -> HostTensor:
         """The values, in Hugging Face's row order; `name` is a key of `infos`."""
+
+    def quantised(self, name: str) -> QuantisedRows | None:
+        """What `read` dequantises, in the same order of rows; None where rows are not quantised each by itself."""
 
     def stored(self, name: str) -> memoryview:
         """The bytes as they lie in the file; release it before `close`."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
+import numpy as np
 import torch
 
-from paceline.checkpoint import HostTensor, ModelConfig, Source, SourceKind, Tensors, open_tensors
+from paceline import kernels
+from paceline.checkpoint import HostTensor, ModelConfig, QuantisedRows, Source, SourceKind, Tensors, open_tensors
 from paceline.errors import CheckpointError, quote
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,7 +91,23 @@ def load(
             slot.target.copy_(values.float() + 1.0 if slot.plus_one else values)
             if progress is not None:
                 progress(index + 1, len(slots))
+        if kernels.reads_quantised(weights.embed):
+            _attach_quantised(weights, tensors, slots)
     return weights
+
+
+def _attach_quantised(weights: Weights, tensors: Tensors, slots: list[_Slot]) -> None:
+    """Gives each matrix the rows that its file has, where all its parts are quantised alike: a sixth of the bytes."""
+    parts: dict[int, list[QuantisedRows | None]] = {}  # of each matrix, in the order of its rows
+    for slot in slots:
+        if slot.target.dim() == 2:
+            parts.setdefault(slot.target.untyped_storage().data_ptr(), []).append(tensors.quantised(slot.name))
+    layers = ((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in weights.layers)
+    for matrix in {id(each): each for each in (weights.lm_head, *itertools.chain(*layers))}.values():
+        stored = [part for part in parts[matrix.untyped_storage().data_ptr()] if part is not None]
+        if sum(len(part.rows) for part in stored) == len(matrix) and len({part.encoding for part in stored}) == 1:
+            rows = torch.from_numpy(np.concatenate([part.rows for part in stored]))
+            kernels.attach_quantised(matrix, stored[0].encoding, rows)
 
 
 def nbytes(config: ModelConfig, dtype: torch.dtype) -> int:

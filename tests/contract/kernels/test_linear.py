@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 
 from paceline import kernels
 from paceline.kernels import gemv, native
 from paceline.kernels.linear_shapes import GemvShape
+from paceline.kernels.native.quantised import quantised_of
 from paceline.testing.nearness import DTYPES, assert_near, cases
 
 SHAPES = {
@@ -110,3 +112,23 @@ def test_the_table_names_shapes_that_the_kernels_take() -> None:
                 assert rows <= gemv.MOST_ROWS
             elif shape is not None:
                 assert rows <= shape.rows + shape.tail
+
+
+@pytest.mark.parametrize("encoding", ["Q4_1", "Q8_0"])
+def test_quantised_rows_are_widened_to_what_they_dequantise_to(
+    encoding: str, in_c: native.Loaded | native.Missing, device: torch.device
+) -> None:
+    if device.type != "cpu" or isinstance(in_c, native.Missing):
+        pytest.skip("kernels in C compute on a CPU with a compiler")
+    kind = GGMLQuantizationType[encoding]
+    drawn = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
+    rows = quants.quantize(drawn.numpy(), kind)
+    weight = torch.from_numpy(quants.dequantize(rows, kind))
+    kernels.attach_quantised(weight, encoding, torch.from_numpy(rows))
+    assert quantised_of(weight) is not None
+    with kernels.forced(kernels.Backend.NATIVE):
+        for first in range(0, 96, 24):
+            ones = torch.eye(96)[first : first + 24]
+            assert torch.equal(kernels.linear(ones, weight), weight.T[first : first + 24])
+        x, bias = torch.randn(7, 96), torch.randn(64)
+        assert_near(kernels.linear(x, weight, bias), x.double() @ weight.double().T + bias.double())

@@ -1,0 +1,64 @@
+"""Products over weights as a GGUF file has them: what takes the time of a decode step is reading weights.
+
+A float32 matrix keeps its quantised rows beside it, as an attribute, and the C product widens them to the very numbers
+that the matrix holds. Whatever else reads the matrix never notices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.native.library import is_loaded, library
+
+_ENCODINGS: Final = {"Q4_1": 2, "Q8_0": 3}  # as kernels.c numbers them
+_ATTRIBUTE: Final = "paceline_quantised"
+_BLOCK: Final = 32
+_BAND: Final = 8
+_MOST_INPUTS: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Rows uint8 [outputs, bytes of a row], contiguous."""
+
+    encoding: int
+    rows: Tensor
+
+
+def reads_quantised(weight: Tensor) -> bool:
+    """Whether matrices like `weight` gain by having their quantised rows attached."""
+    return is_loaded() and weight.device.type == "cpu" and weight.dtype is torch.float32
+
+
+def attach_quantised(weight: Tensor, encoding: str, rows: Tensor) -> None:
+    """From now on products by this very tensor read `rows`, which dequantise to it, if they are such as C reads."""
+    outputs, inputs = weight.shape
+    fits = inputs % _BLOCK == 0 and inputs <= _MOST_INPUTS and outputs % _BAND == 0
+    if fits and encoding in _ENCODINGS:
+        setattr(weight, _ATTRIBUTE, Quantised(_ENCODINGS[encoding], rows.contiguous()))
+
+
+def quantised_of(weight: Tensor) -> Quantised | None:
+    """What was attached."""
+    return getattr(weight, _ATTRIBUTE, None)
+
+
+def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None, outputs: int) -> Tensor:
+    """`x` float32 [rows, inputs] -> [rows, outputs]."""
+    rows, inputs = x.shape
+    out = x.new_empty(rows, outputs)
+    library().quantised_linear(
+        x.data_ptr(),
+        weight.rows.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        inputs,
+        outputs,
+        weight.encoding,
+    )
+    return out
