@@ -36,8 +36,8 @@ BATCHES: Final = (1, 16)
 COMPARED: Final = 24
 """Tokens of each request, at least, by both.
 
-Prompts of a batch are computed one after the other, and what counts is when all decode: so ours go on until the last has
-so many.
+Prompts of a batch are computed one after the other, and what counts is when all decode: so ours go on until the last
+has so many.
 """
 LONGEST: Final = 1024
 SHORT_PROMPT: Final = 64
