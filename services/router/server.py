@@ -18,6 +18,7 @@ from paceline import metrics, wire
 from paceline.checkpoint import read_config, resolve
 from paceline.config import RouterConfig
 from paceline.errors import AddressInUse, ConfigError, StartupError
+from paceline.garbage import set_aside_what_lives
 from paceline.log import get_logger
 from paceline.metrics import RouterMetrics, process_registry
 from paceline.protos import router_pb2, router_pb2_grpc
@@ -71,6 +72,7 @@ class RouterServer:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
             await server.start()
+            set_aside_what_lives()
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             stack.push_async_callback(server.stop, _FAREWELL_S)
             self._cleanup = stack.pop_all()

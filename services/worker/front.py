@@ -27,6 +27,7 @@ import paceline
 from paceline import log, metrics, wire
 from paceline.config import DecodeConfig, PrefillConfig, advertised_address, ensure_run_dir, worker_name
 from paceline.errors import AddressInUse, Draining, EngineLost, PacelineError, StaleEpoch
+from paceline.garbage import set_aside_what_lives
 from paceline.protos import common_pb2
 from paceline.services.worker.convert import fingerprint_to_proto
 from paceline.services.worker.engine_client import EngineClient
@@ -203,6 +204,7 @@ class WorkerFront(ABC, Generic[Config]):
         servicer = self._add_services(server)
         await server.start()
         self.registration.start()
+        set_aside_what_lives()
         await self._set_health(servicer, serving=True)
         _log.info(
             "serving",

@@ -24,6 +24,7 @@ from paceline import log
 from paceline.config import WorkerConfig
 from paceline.engine.request import StepOutput
 from paceline.errors import PacelineError
+from paceline.garbage import set_aside_what_lives
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.prefix import KvChange
 from paceline.services.worker.host import Host, build, use_kernels, use_threads
@@ -253,6 +254,7 @@ def main(
         sys.exit(2)
     link.send(host.ready)
     loop = policy(host, link, config)
+    set_aside_what_lives()
     try:
         loop.run()
     finally:

@@ -169,7 +169,12 @@ def _misfits(tiers: Tiers) -> Iterator[Case]:
         parts = (f"{name} differs", str(number))
         change = _changed_group(name, number)
         yield Case(f"ClaimWrite, {name} {number}", _claim(tiers, change=change), *_MISMATCH, parts)
-    yield Case("ClaimWrite, no fingerprint", _claim(tiers, change=lambda p: p.Clear()), *BAD, ("fingerprint", "0 shapes of blocks"))
+    yield Case(
+        "ClaimWrite, no fingerprint",
+        _claim(tiers, change=lambda p: p.Clear()),
+        *BAD,
+        ("fingerprint", "0 shapes of blocks"),
+    )
 
 
 _MISMATCH: Final = ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")
