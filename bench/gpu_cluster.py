@@ -203,6 +203,7 @@ def interference(report: Report, means: Means, cluster: Cluster) -> None:
     alone, beside_prompts = (Distribution.of(gaps[name]) for name in ("prefill idle", "prefill saturated"))
     if alone is not None and beside_prompts is not None:
         report.at_most("inter-token p99, prefill saturated over idle", beside_prompts.p99 / alone.p99, 1.1)
+        report.at_most("inter-token p99 over p50, prefill saturated", beside_prompts.p99 / beside_prompts.p50, 1.1)
 
 
 def steady_gaps(result: Result) -> list[float]:
@@ -240,11 +241,11 @@ def goodput(report: Report, means: Means, cluster: Cluster) -> None:
     report.at_least("goodput, 1024/128", found.rate or 0.0, 8.0, "/s")
 
 
-def kills(report: Report, means: Means, cluster: Cluster) -> None:
+def kills(report: Report, means: Means, cluster: Cluster, times: int) -> None:
     """kill -9 of either worker under load: the other serves on, device memory comes back, the killed one rejoins."""
     load = means.sized(Load(1024, 64, 60, rate=8.0))
     before = device_memory()
-    for role, times in (("decode-0", 2), ("prefill-0", 2)):
+    for role in ("decode-0", "prefill-0"):
         for number in range(times):
             victim = engine_pid(cluster, role)
             with loading(cluster, load) as outcome:
@@ -351,6 +352,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--devices", default="cuda:0,cuda:1")
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--kills", type=int, default=2, help="times that each worker is killed")
     parser.add_argument("--soak-s", type=float, default=600.0)
     parser.add_argument("--soak-rate", type=float, default=34.0)
     parser.add_argument("--quick", action="store_true")
@@ -374,7 +376,7 @@ def main() -> int:
                 if "goodput" in args.parts:
                     goodput(report, means, cluster)
                 if "kills" in args.parts:
-                    kills(report, means, cluster)
+                    kills(report, means, cluster, args.kills)
                 if "soak" in args.parts:
                     soak(report, means, cluster, args.soak_s, args.soak_rate)
         if "colocated" in args.parts:
