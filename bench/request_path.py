@@ -30,7 +30,6 @@ from cluster import HOST, free_run
 from paceline.client import AsyncClient, Health, health
 from paceline.errors import PacelineError
 from paceline.types import Role
-from processes import tree
 from report import Report
 from stand_in_engine import SHAPE
 
@@ -250,7 +249,9 @@ async def measure_relay(report: Report, clusters: Sequence[Cluster], rounds: int
             runs[cluster.name].append(await relay(cluster))
     for name, done in runs.items():
         for role in ("decode", "router"):
-            report.note(f"{name}: CPU of {role} for a token", min(run.cpu_s[role] / run.tokens for run in done) * 1e6, "us")
+            report.note(
+                f"{name}: CPU of {role} for a token", min(run.cpu_s[role] / run.tokens for run in done) * 1e6, "us"
+            )
         best = max(done, key=lambda run: run.tokens / run.seconds)
         report.note(f"{name}: tokens a second", best.tokens / best.seconds)
         report.note(f"{name}: messages for 100 tokens", 100 * best.pieces / best.tokens)

@@ -136,7 +136,9 @@ def _has(value: Any, kind: str) -> bool:
     """True for a struct of that name, a report with such an event, and a list with such a command."""
     if type(value).__name__ == kind:
         return True
-    return any(type(each).__name__ == kind for each in (value if isinstance(value, list) else getattr(value, "events", ())))
+    return any(
+        type(each).__name__ == kind for each in (value if isinstance(value, list) else getattr(value, "events", ()))
+    )
 
 
 def _stamp(point: str) -> None:

@@ -179,7 +179,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         """One request; see the proto."""
         async with wire.answering_errors(context):
             log.bind(request_id=request.request_id, reservation=request.reservation_id)
-            command = await asyncio.to_thread(self._validated, request)
+            command = await self.read(request, len(request.prompt), self._validated)
             reservation = command.reservation_id
             if reservation in self._streams:
                 raise InvalidRequest("reservation_id", f"{reservation!r} is in use: each request needs one of its own")
@@ -310,7 +310,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         self.admit(request.epoch)
         limits = self.ready.limits
         sampling = wire.sampling_from_proto(request.sampling, seed=0).validated(vocab_size=limits.vocab_size)
-        prompt = list(request.prompt)
+        prompt = request.prompt[:]  # a slice is a list, made at once
         check_prompt(prompt, max_tokens=sampling.max_tokens, limits=limits)
         if not request.reservation_id:
             raise InvalidRequest("reservation_id", "is empty")

@@ -147,7 +147,7 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         async with wire.answering_errors(context):
             log.bind(request_id=request.request_id, reservation=request.reservation_id)
             began = time.monotonic()
-            command = await asyncio.to_thread(self._validated, request)
+            command = await self.read(request, len(request.prompt), self._validated)
             peer = await self.registration.resolve(wire.key_from_proto(request.decode.worker))
             self._pairs.check(peer.key)
             done = await self._compute(command, peer)
@@ -216,7 +216,7 @@ class PrefillFront(WorkerFront[PrefillConfig], prefill_pb2_grpc.PrefillServicer)
         self.admit(request.epoch)
         limits = self.ready.limits
         sampling = wire.sampling_from_proto(request.sampling, seed=0).validated(vocab_size=limits.vocab_size)
-        prompt = list(request.prompt)
+        prompt = request.prompt[:]  # a slice is a list, made at once
         check_prompt(prompt, max_tokens=1, limits=limits)
         if not request.reservation_id or request.attempt < 1:
             raise InvalidRequest("reservation_id", "a reservation and an attempt from 1 are needed")

@@ -197,7 +197,7 @@ class WorkerClient:
         await self._channel.close()
 
     def prefill(self, job: Job, *, attempt: int, decode: WorkerInfo) -> PrefillCall:
-        """Starts the computation of a prompt for a reservation's attempt."""
+        """Starts the computation of a prompt for a reservation's attempt. Raises WorkerLost on a closed channel."""
         request = prefill_pb2.PrefillRequest(
             request_id=job.request_id,
             epoch=self.info.key.epoch,
@@ -210,10 +210,10 @@ class WorkerClient:
             priority=job.priority,
             cache_salt=job.cache_salt,
         )
-        return PrefillCall(self._stub.Prefill(request, timeout=job.timeout_s + _LATE_S), self.info)
+        return PrefillCall(self._call(self._stub.Prefill, request, job), self.info)
 
     def generate(self, job: Job, *, local: bool) -> DecodeStream:
-        """Starts a request on a decode worker; `local`: it computes the prompt itself."""
+        """Starts a request on a decode worker; `local`: it computes the prompt itself. Raises as `prefill` does."""
         request = decode_pb2.DecodeGenerateRequest(
             request_id=job.request_id,
             epoch=self.info.key.epoch,
@@ -225,7 +225,13 @@ class WorkerClient:
             priority=job.priority,
             cache_salt=job.cache_salt,
         )
-        return DecodeStream(self._stub.Generate(request, timeout=job.timeout_s + _LATE_S), self.info)
+        return DecodeStream(self._call(self._stub.Generate, request, job), self.info)
+
+    def _call(self, method: Callable[..., Any], request: Any, job: Job) -> Any:
+        try:
+            return method(request, timeout=job.timeout_s + _LATE_S)
+        except grpc.aio.UsageError as error:  # the channel is closed
+            raise WorkerLost(f"{self.info.role.value} worker {self.info.key} is gone") from error
 
     async def retarget(self, reservation_id: ReservationId, *, attempt: int, local: bool) -> RetargetOutcome:
         """Gives an attempt up: for another prefill worker, or for the decode worker itself."""

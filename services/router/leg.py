@@ -1,7 +1,7 @@
 """One leg of a request: one try on one decode worker, with the prefill workers that feed it.
 
-Both calls start at once, under one reservation id. What they say arrives in one inbox, and `_handle` answers one event
-after another:
+Both calls start at once, under one reservation id; the prefill worker's first, for the first token waits for it alone.
+`_handle` answers what they say, one event after another, as soon as it is read:
 
     decode   reserved          the room is there; a re-target that had to wait for it is asked now
              tokens            on to the client, each index once, whoever said it first
@@ -96,7 +96,8 @@ class Leg:
         self._record = record
         self._deliver = deliver
         self._delivered = delivered
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._end: asyncio.Future[Ended | Again] = asyncio.get_running_loop().create_future()
+        self._late: list[Event] = []  # what came after the end
         self._tasks: set[asyncio.Task[None]] = set()
         self._decode = placed.decode
         self._stream: DecodeStream | None = None
@@ -116,15 +117,14 @@ class Leg:
         """Goes the leg. Raises the PacelineError that the client is to see."""
         try:
             self._record.decode_worker = self._decode.key
-            self._start(self._read_decode(local=self._prefill is None))
-            self._patience = asyncio.get_running_loop().call_later(_RESERVE_S, self._give_decode_up)
-            if self._prefill is not None:
+            local = self._prefill is None
+            if not local:
                 self._start_prefill()
-            while True:
-                end = self._handle(await self._inbox.get())
-                if end is not None:
-                    await self._hear_prefill_out()
-                    return end
+            self._start(self._read_decode(local=local))
+            self._patience = asyncio.get_running_loop().call_later(_RESERVE_S, self._give_decode_up)
+            end = await self._end
+            await self._hear_prefill_out()
+            return end
         finally:
             await self._stop()
 
@@ -136,6 +136,19 @@ class Leg:
             _log.debug("abort not delivered", worker=str(self._decode.key), reason=error.reason)
 
     # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> None:
+        """Handles an event, unless the leg has ended."""
+        if self._end.done():
+            self._late.append(event)
+            return
+        try:
+            end = self._handle(event)
+        except PacelineError as error:
+            self._end.set_exception(error)
+        else:
+            if end is not None:
+                self._end.set_result(end)
 
     def _handle(self, event: Event) -> Ended | Again | None:
         match event:
@@ -288,7 +301,7 @@ class Leg:
 
     def _give_decode_up(self) -> None:
         error = WorkerLost(f"decode worker {self._decode.key} neither reserved nor refused within {_RESERVE_S:g} s")
-        self._inbox.put_nowait(DecodeFailed(error))
+        self._take(DecodeFailed(error))
 
     def _end_patience(self) -> None:
         if self._patience is not None:
@@ -316,7 +329,16 @@ class Leg:
     def _start_prefill(self) -> None:
         assert self._prefill is not None, "a prefill worker is claimed before it is called"
         self._record.prefill_worker = self._prefill.key
-        self._prefill_task = self._start(self._call_prefill(self._prefill, self._attempt))
+        decode = self._decode.worker.info
+        try:
+            # Here and not in the task: so it is on its way before anything is done for the decode worker's call.
+            call = self._fleet.client(self._prefill).prefill(self._job, attempt=self._attempt, decode=decode)
+        except PacelineError as error:
+            # Not from within the handling of another event.
+            asyncio.get_running_loop().call_soon(self._take, PrefillFailed(self._attempt, error))
+            return
+        self._prefill_call = call
+        self._prefill_task = self._start(self._hear_prefill(call, self._attempt))
 
     def _end_prefill(self) -> None:
         """Gives the prefill worker's claim back, and cancels its call where that has not ended."""
@@ -337,8 +359,7 @@ class Leg:
             return
         scored = self._job.sampling.prompt_logprobs is not None
         await asyncio.wait({self._prefill_task}, timeout=None if scored else _REPLY_S)
-        while not self._inbox.empty():
-            event = self._inbox.get_nowait()
+        for event in self._late:
             if isinstance(event, PrefillReplied) and event.attempt == self._attempt:
                 self._record.note(event.reply)
                 for said in _first_words(event.reply, self._job.sampling):
@@ -353,6 +374,8 @@ class Leg:
             task.cancel()
         # Before the wait, which a second cancellation may cut short.
         self._fleet.release(self._decode, reported=self._settled)
+        if self._end.done() and not self._end.cancelled():
+            self._end.exception()  # nobody else looks where the request was cancelled at that moment
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- the calls, each a task that ends in the inbox ---------------------------------------------------------------
@@ -368,30 +391,32 @@ class Leg:
         defect = None if task.cancelled() else task.exception()
         if defect is not None:
             _log.error("a call broke", exc_info=defect)
-            self._inbox.put_nowait(CallBroke(EngineError(f"a call to a worker broke: {type(defect).__name__}")))
+            self._take(CallBroke(EngineError(f"a call to a worker broke: {type(defect).__name__}")))
 
     async def _read_decode(self, *, local: bool) -> None:
         try:
             self._stream = self._fleet.client(self._decode).generate(self._job, local=local)
             async for event in self._stream.events():
-                self._inbox.put_nowait(event)
+                self._take(event)
         except PacelineError as error:
-            self._inbox.put_nowait(DecodeFailed(error))
+            self._take(DecodeFailed(error))
 
-    async def _call_prefill(self, claim: Claim, attempt: int) -> None:
+    async def _hear_prefill(self, call: PrefillCall, attempt: int) -> None:
         try:
-            call = self._fleet.client(claim).prefill(self._job, attempt=attempt, decode=self._decode.worker.info)
-            self._prefill_call = call
-            self._inbox.put_nowait(PrefillReplied(attempt, await call.reply()))
+            reply = await call.reply()
         except PacelineError as error:
-            self._inbox.put_nowait(PrefillFailed(attempt, error))
+            self._take(PrefillFailed(attempt, error))
+        else:
+            self._take(PrefillReplied(attempt, reply))
 
     async def _call_retarget(self, attempt: int, *, local: bool) -> None:
         try:
             client = self._fleet.client(self._decode)
-            self._inbox.put_nowait(await client.retarget(self._job.reservation_id, attempt=attempt, local=local))
+            outcome = await client.retarget(self._job.reservation_id, attempt=attempt, local=local)
         except PacelineError as error:
-            self._inbox.put_nowait(RetargetFailed(error))
+            self._take(RetargetFailed(error))
+        else:
+            self._take(outcome)
 
 
 def _first_words(reply: PrefillReply, sampling: SamplingParams) -> Iterator[NewTokens | ChoiceFinished]:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
@@ -40,11 +40,15 @@ from paceline.types import Role, WorkerKey, WorkerLoad
 _log = log.get_logger(__name__)
 
 _STALLED_S: Final = 15.0
+_MOST_AT_ONCE: Final = 8_192
+"""Ids of a prompt that are read on the event loop: a thread there and back takes longer."""
 _FAREWELL_S: Final = 0.5
 RESTART_STATUS: Final = 3
 """Exit status of a worker that wants to be started again, with a fresh pool."""
 
 Config = TypeVar("Config", PrefillConfig, DecodeConfig)
+Request = TypeVar("Request")
+Command = TypeVar("Command")
 
 
 class WorkerFront(ABC, Generic[Config]):
@@ -124,6 +128,12 @@ class WorkerFront(ABC, Generic[Config]):
         self.check_epoch(epoch)
         if self.draining:
             raise Draining(f"{self.key} is draining and takes nothing new")
+
+    async def read(self, request: Request, prompt_tokens: int, validated: Callable[[Request], Command]) -> Command:
+        """What `validated` makes of a request; on a thread where its prompt is long."""
+        if prompt_tokens <= _MOST_AT_ONCE:
+            return validated(request)
+        return await asyncio.to_thread(validated, request)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something beside the calls; what it raises is logged."""

@@ -7,13 +7,13 @@ backpressure reaches the caller, and neither side ever waits for the other.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from paceline.errors import ConfigError, Overloaded
 
@@ -28,14 +28,17 @@ class FrontLink(Generic[Inbound]):
 
     def __init__(self, directory: Path, events: Any) -> None:
         paths = {name: _socket_path(directory, name) for name in ("commands", "events")}
-        self._context = zmq.asyncio.Context()
-        self._push = zmq.Socket(zmq.Context.shadow(self._context.underlying), zmq.PUSH)
+        self._context = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
         _limit(self._push)
         _limit(self._pull)
         # A socket that connects queues at once, one that binds has no queue before its peer is there.
         self._push.connect(f"ipc://{paths['commands']}")
         _bind(self._pull, paths["events"])
+        self._loop.add_reader(self._pull.FD, self._wake)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(events)
 
@@ -49,11 +52,21 @@ class FrontLink(Generic[Inbound]):
             ) from error
 
     async def receive(self) -> Inbound:
-        """The next message."""
-        return self._decoder.decode(await self._pull.recv())
+        """The next message; at once where it is there."""
+        while True:
+            self._woken.clear()
+            try:
+                return self._decoder.decode(self._pull.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                await self._woken.wait()
+
+    def _wake(self) -> None:
+        self._pull.getsockopt(zmq.EVENTS)  # the look that makes the descriptor quiet: the loop would come here for ever
+        self._woken.set()
 
     def close(self) -> None:
         """Drops what is queued and closes the sockets."""
+        self._loop.remove_reader(self._pull.FD)
         self._push.close(0)
         self._pull.close(0)
         self._context.term()
