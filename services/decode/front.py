@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import grpc
@@ -49,6 +49,7 @@ from paceline.services.decode.messages import (
 )
 from paceline.services.worker.convert import fingerprint_from_proto, fingerprint_to_proto
 from paceline.services.worker.front import WorkerFront
+from paceline.services.worker.mailbox import Mailbox
 from paceline.services.worker.peers import PeerChannels
 from paceline.services.worker.registration import PeerInfo
 from paceline.types import BLOCK_TOKENS, ReservationId, Role, WorkerKey, check_prompt
@@ -74,7 +75,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config)
-        self._streams: dict[ReservationId, asyncio.Queue[StreamEvent | PacelineError]] = {}
+        self._streams: dict[ReservationId, Mailbox[StreamEvent | PacelineError]] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._call_ids = itertools.count(1)
         self._writers: dict[WorkerKey, str] = {}  # that were granted blocks, and the start locks that they hold
@@ -116,7 +117,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     def fail_all(self, error: PacelineError) -> None:
         """Ends every stream and call with the error."""
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            stream.put(error)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -159,7 +160,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
     def _to_stream(self, event: StreamEvent) -> None:
         stream = self._streams.get(event.reservation_id)
         if stream is not None:
-            stream.put_nowait(event)
+            stream.put(event)
 
     def _answer(self, call_id: int, answer: CallAnswer) -> None:
         call = self._calls.get(call_id)
@@ -183,24 +184,25 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             reservation = command.reservation_id
             if reservation in self._streams:
                 raise InvalidRequest("reservation_id", f"{reservation!r} is in use: each request needs one of its own")
-            stream = self._streams[reservation] = asyncio.Queue()
-            deadline = _deadline(request)
+            stream = self._streams[reservation] = Mailbox()
+            late = DeadlineExceeded(f"request {request.request_id!r} ran out of time")
+            timer = None
+            if request.HasField("timeout"):
+                timer = asyncio.get_running_loop().call_later(wire.seconds(request.timeout), stream.put, late)
             cause: Literal["stream_lost", "deadline"] | None = "stream_lost"
             try:
                 self.send(command)
                 while cause is not None:
-                    try:
-                        async with asyncio.timeout_at(deadline):
-                            event = await stream.get()
-                    except TimeoutError:
-                        cause = "deadline"
-                        raise DeadlineExceeded(f"request {request.request_id!r} ran out of time") from None
-                    if isinstance(event, PacelineError):
-                        raise event
-                    if isinstance(event, Over):
-                        cause = None
-                    yield self._response(event)
+                    for event in joined(await stream.take()):
+                        if isinstance(event, PacelineError):
+                            cause = "deadline" if event is late else cause
+                            raise event
+                        if isinstance(event, Over):
+                            cause = None
+                        yield self._response(event)
             finally:
+                if timer is not None:
+                    timer.cancel()
                 del self._streams[reservation]
                 if cause is not None:
                     self.metrics.aborts.labels(cause).inc()
@@ -412,11 +414,24 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             self.send(WriterStopped(reservation_id=order.reservation_id, attempt=order.attempt, writer=order.writer))
 
 
-def _deadline(request: decode_pb2.DecodeGenerateRequest) -> float | None:
-    """On the loop's clock; None where the request has none."""
-    if not request.HasField("timeout"):
-        return None
-    return asyncio.get_running_loop().time() + wire.seconds(request.timeout)
+def joined(events: Sequence[StreamEvent | PacelineError]) -> Iterator[StreamEvent | PacelineError]:
+    """The events, with tokens that follow each other in one choice as one: who is behind writes fewer messages."""
+    last: NewTokens | None = None
+    for event in events:
+        if last is not None and isinstance(event, NewTokens) and _continues(event, last):
+            last = msgspec.structs.replace(last, ids=last.ids + event.ids, logprobs=last.logprobs + event.logprobs)
+            continue
+        if last is not None:
+            yield last
+        last = event if isinstance(event, NewTokens) else None
+        if last is None:
+            yield event
+    if last is not None:
+        yield last
+
+
+def _continues(tokens: NewTokens, last: NewTokens) -> bool:
+    return tokens.choice == last.choice and tokens.index == last.index + len(last.ids) and not tokens.prompt_logprobs
 
 
 async def serve(config: DecodeConfig) -> int:

@@ -115,7 +115,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     reservation_id: ReservationId
-    prompt: tuple[int, ...]
+    prompt: wire.EncodedIds
     sampling: SamplingParams
     timeout_s: float
     priority: int = 0
@@ -191,6 +191,13 @@ class WorkerClient:
             prefill_pb2_grpc.PrefillStub if info.role is Role.PREFILL else decode_pb2_grpc.DecodeStub,
         )
         self._stub = make_stub(self._channel)
+        # Without a serialiser: their requests are put together here, around a prompt that is encoded already.
+        self._prefill: Callable[..., Any] = self._channel.unary_unary(
+            "/paceline.v1.Prefill/Prefill", response_deserializer=prefill_pb2.PrefillResponse.FromString
+        )
+        self._generate: Callable[..., Any] = self._channel.unary_stream(
+            "/paceline.v1.Decode/Generate", response_deserializer=decode_pb2.DecodeGenerateResponse.FromString
+        )
 
     async def close(self) -> None:
         """Closes the channel; calls in flight fail with WorkerLost."""
@@ -201,7 +208,6 @@ class WorkerClient:
         request = prefill_pb2.PrefillRequest(
             request_id=job.request_id,
             epoch=self.info.key.epoch,
-            prompt=job.prompt,
             sampling=wire.sampling_to_proto(job.sampling),
             reservation_id=job.reservation_id,
             attempt=attempt,
@@ -210,7 +216,8 @@ class WorkerClient:
             priority=job.priority,
             cache_salt=job.cache_salt,
         )
-        return PrefillCall(self._call(self._stub.Prefill, request, job), self.info)
+        prompt = job.prompt.as_field(prefill_pb2.PrefillRequest.PROMPT_FIELD_NUMBER)
+        return PrefillCall(self._call(self._prefill, request.SerializeToString() + prompt, job), self.info)
 
     def generate(self, job: Job, *, local: bool) -> DecodeStream:
         """Starts a request on a decode worker; `local`: it computes the prompt itself. Raises as `prefill` does."""
@@ -218,16 +225,16 @@ class WorkerClient:
             request_id=job.request_id,
             epoch=self.info.key.epoch,
             reservation_id=job.reservation_id,
-            prompt=job.prompt,
             sampling=wire.sampling_to_proto(job.sampling),
             local=local,
             timeout=wire.duration(job.timeout_s),
             priority=job.priority,
             cache_salt=job.cache_salt,
         )
-        return DecodeStream(self._call(self._stub.Generate, request, job), self.info)
+        prompt = job.prompt.as_field(decode_pb2.DecodeGenerateRequest.PROMPT_FIELD_NUMBER)
+        return DecodeStream(self._call(self._generate, request.SerializeToString() + prompt, job), self.info)
 
-    def _call(self, method: Callable[..., Any], request: Any, job: Job) -> Any:
+    def _call(self, method: Callable[..., Any], request: bytes, job: Job) -> Any:
         try:
             return method(request, timeout=job.timeout_s + _LATE_S)
         except grpc.aio.UsageError as error:  # the channel is closed

@@ -47,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: RequestId
     prompt: tuple[int, ...]
+    encoded_prompt: wire.EncodedIds  # the same, as both workers are sent it
     sampling: SamplingParams
     stop: tuple[str, ...]
     best: Best | None = None  # where not all of the choices are for the client
@@ -109,9 +110,9 @@ class PromptReader:
                 "stop", f"{quote(stop[0])} cannot be had with beam_width: beams have no text; stop_token_ids end them"
             )
         if message.WhichOneof("prompt") == "tokens" and len(message.tokens.ids) <= _MOST_AT_ONCE:
-            prompt = self._read_prompt(message, sampling.max_tokens, limits)
+            prompt, encoded = self._read_prompt(message, sampling.max_tokens, limits)
         else:
-            prompt = await asyncio.get_running_loop().run_in_executor(
+            prompt, encoded = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._read_prompt, message, sampling.max_tokens, limits
             )
         check_scores(sampling, len(prompt))
@@ -123,6 +124,7 @@ class PromptReader:
         return Request(
             request_id=request_id,
             prompt=prompt,
+            encoded_prompt=encoded,
             sampling=sampling,
             stop=stop,
             best=best,
@@ -131,7 +133,9 @@ class PromptReader:
             cache_salt=read_cache_salt(message.cache_salt),
         )
 
-    def _read_prompt(self, message: router_pb2.GenerateRequest, max_tokens: int, limits: Limits) -> tuple[int, ...]:
+    def _read_prompt(
+        self, message: router_pb2.GenerateRequest, max_tokens: int, limits: Limits
+    ) -> tuple[tuple[int, ...], wire.EncodedIds]:
         """Runs on a thread, but for short lists of ids."""
         match message.WhichOneof("prompt"):
             case "tokens":
@@ -145,7 +149,8 @@ class PromptReader:
             case _:
                 raise InvalidRequest("prompt", "is missing: one of text, tokens and chat is needed")
         check_prompt(prompt, max_tokens=max_tokens, limits=limits)
-        return prompt
+        given = message.WhichOneof("prompt") == "tokens"
+        return prompt, wire.EncodedIds(message.tokens if given else router_pb2.TokenIds(ids=prompt))
 
     def _read_chat(self, chat: router_pb2.Chat, max_tokens: int, limits: Limits) -> tuple[int, ...]:
         if self._chat is None:

@@ -232,7 +232,7 @@ class Relay:
         return Job(
             request_id=self._request.request_id,
             reservation_id=ReservationId(uuid.uuid4().hex),
-            prompt=self._request.prompt,
+            prompt=self._request.encoded_prompt,
             sampling=self._request.sampling,
             timeout_s=max(0.001, self._request.timeout_s - self._age_s),
             priority=self._request.priority,
