@@ -73,7 +73,8 @@ def _decode(
         key = tl.maximum(tl.minimum(begin + tl.arange(0, KEYS), end - 1), 0)
         block = tl.load(tables + request.to(tl.int64) * table_stride + key // BLOCK_TOKENS, mask=key < end, other=0)
         line = block.to(tl.int64) * block_stride + kv_head.to(tl.int64) * head_stride + key % BLOCK_TOKENS * HEAD_DIM
-        to_k = keys_of_layer + line[:, None] + tl.arange(0, DIM // 64)[None, :] * 64
+        place = tl.minimum(tl.arange(0, (DIM + 63) // 64) * 64, HEAD_DIM - 1)
+        to_k = keys_of_layer + line[:, None] + place[None, :]
         fetch_ahead(to_k)
         fetch_ahead(to_k + BLOCK_TOKENS * HEAD_DIM)
     start_next(OVERLAP)
@@ -104,6 +105,7 @@ def _decode(
             most,
             total,
             first_key,
+            lowest,
             end,
             start + query,
             window,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.kernels.attention_tile import fold_tile, load_queries, tile_shape
 from paceline.kernels.launch import INTERPRETED, launch, narrow, power_of_two, upcast
+from paceline.kernels.modes import batch_invariant
 from paceline.kernels.paged_plan import PagedPlan
 
 
@@ -39,6 +40,7 @@ def _prefill(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
+    INVARIANT: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
@@ -72,10 +74,14 @@ def _prefill(
 
     end = start + tl.minimum(first_query + QUERIES, length)
     begin = 0
+    lowest = 0
     if WINDOWED:
-        begin = tl.maximum(0, start + first_query + 1 - window) // BLOCK_TOKENS * BLOCK_TOKENS
-    else:
-        # Keys before the first query are seen by all rows.
+        lowest = tl.maximum(0, start + first_query + 1 - window) // BLOCK_TOKENS * BLOCK_TOKENS
+        # Wherever a chunk begins, the same keys are folded in together.
+        begin = lowest // KEYS * KEYS if INVARIANT else lowest
+    elif not INVARIANT:
+        # Keys before the first query are seen by all rows. Without a mask the compiler contracts other products and
+        # sums, so that a row's last bits would hang on where its chunk begins.
         clear = (start + first_query + 1) // KEYS * KEYS
         for first_key in range(0, clear, KEYS):
             acc, most, total = fold_tile(
@@ -84,6 +90,7 @@ def _prefill(
                 most,
                 total,
                 first_key,
+                0,
                 end,
                 position,
                 window,
@@ -107,6 +114,7 @@ def _prefill(
             most,
             total,
             first_key,
+            lowest,
             end,
             position,
             window,
@@ -166,6 +174,7 @@ def prefill_attention(qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, sc
         HEAD_DIM=head_dim,
         DIM=dim,
         WINDOWED=plan.window is not None,
+        INVARIANT=batch_invariant(),
         UPCAST=upcast(pool),
         num_warps=shape.warps,
         num_stages=shape.stages,

@@ -40,6 +40,7 @@ def fold_tile(
     most: tl.tensor,
     total: tl.tensor,
     first_key: tl.tensor,
+    lowest: tl.tensor,
     end: tl.tensor,
     position: tl.tensor,
     window: tl.tensor,
@@ -57,11 +58,14 @@ def fold_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The running sums (acc [rows, DIM], most [rows], total [rows]) with keys from `first_key` to `end`, at most KEYS.
 
+    Of those before `lowest`, which are before every row's window, nothing is read.
     Without MASKED, every key is before `end` and seen by every row.
     """
     key = first_key + tl.arange(0, KEYS)
     dim = tl.arange(0, DIM)
     stored = key < end
+    if WINDOWED:
+        stored = stored & (key >= lowest)
     if MASKED:
         block = tl.load(table + key // BLOCK_TOKENS, mask=stored, other=0)
     else:

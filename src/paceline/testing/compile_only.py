@@ -47,6 +47,9 @@ def _attention(dtype: torch.dtype, head_dim: int) -> None:
             assert isinstance(plan, PagedPlan)
             kernels.attention(qkv, pool, 0, replace(plan, few=9, splits=1))
             kernels.attention(qkv, pool, 0, replace(plan, splits=5))
+            kernels.set_batch_invariant(True)
+            kernels.attention(qkv, pool, 0, plan)
+            kernels.set_batch_invariant(False)
 
 
 def _others(dtype: torch.dtype, head_dim: int) -> None:
@@ -100,7 +103,7 @@ def main() -> None:
     with kernels.forced(kernels.Backend.TRITON):
         _sampling()
         _scatter()
-        for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 80)):
+        for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 80), (torch.bfloat16, 16)):
             _others(dtype, head_dim)
             _attention(dtype, head_dim)
 

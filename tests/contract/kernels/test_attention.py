@@ -25,7 +25,7 @@ SHAPES = {
     "batch": list(BATCHES),
     "dtype": DTYPES,
     "group": range(1, 9),
-    "head_dim": (64, 80, 96, 128, 256),
+    "head_dim": (16, 64, 80, 96, 128, 256),
     "window": (None, 7, 16, 40),
 }
 

@@ -52,6 +52,26 @@ def test_attention_of_a_token_is_what_it_is_alone(dtype: torch.dtype, device: to
         first += length
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("window", [None, 40, 70])
+def test_attention_does_not_hang_on_where_a_chunk_begins(
+    window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    tokens = 210
+    shape = {"kv_heads": 1, "group": group, "head_dim": 64, "dtype": dtype, "device": device, "window": window}
+    case = PagedCase.random([(0, tokens)], **shape)
+    plan = kernels.plan_attention([0], [tokens], case.tables, case.pool, window)
+    together = kernels.attention(case.qkv, case.pool, LAYER, plan)
+    assert_near(together, case.wanted)
+    chunks = [(first, 1) for first in range(0, tokens, 1 if device.type == "cuda" else 21)]
+    chunks += [(1, 31), (5, 64), (31, 33), (63, 65), (64, 130), (100, 7), (127, 83), (33, 110), (207, 3)]
+    for first, length in chunks:
+        alone = kernels.plan_attention([first], [length], case.tables, case.pool, window)
+        rows = slice(first, first + length)
+        assert torch.equal(kernels.attention(case.qkv[rows], case.pool, LAYER, alone), together[rows])
+
+
 def test_norms_activations_and_draws_are_so_anyway(device: torch.device) -> None:
     kernels.set_batch_invariant(False)
     source = torch.Generator().manual_seed(2)
