@@ -93,7 +93,7 @@ def cluster(
     router, stamps = f"{HOST}:{port}", folder / f"{name}.stamps"
     paths = (source, BENCH, *([BENCH / "stamps"] if stamped else []))
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
         "REQUEST_STAMPS": str(stamps),
         "STAND_IN_STEP_MS": str(step_ms),
         "OMP_NUM_THREADS": "1",
