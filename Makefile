@@ -43,7 +43,7 @@ check: $(STAMP) protos-check ## lint, types, import directions, stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy bench/*.py .ci/*.py
+	$(BIN)/mypy bench/*.py bench/stamps/*.py .ci/*.py
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## rewrite to the house style
