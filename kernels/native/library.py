@@ -1,16 +1,19 @@
 """Compiles the C kernels for this processor, keeps the result, and loads it.
 
 The file's name holds a digest of source, compiler, flags and processor, so that a cache that is shared by machines, or
-outlives an update, never gives a wrong one.
+outlives an update, never gives a wrong one. What is loaded is code, so a file or a folder that another user could write
+to is never used: then, and where the folder cannot be written to, the kernels are compiled for this process alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -19,10 +22,12 @@ from typing import Final
 
 _SOURCE: Final = Path(__file__).with_name("kernels.c")
 _FLAGS: Final = (
-    *("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast"),
+    *("-O3", "-march=native", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"),
 )
+_X86_FLAGS: Final = ("-mprefer-vector-width=512",)  # other processors' compilers refuse it
 _COMPILE_S: Final = 60.0
+_OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: Final = {
@@ -39,9 +44,10 @@ _loaded: Final[list[ctypes.CDLL]] = []  # one, once there is one: a process has 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The kernels are in use, from `path`."""
+    """The kernels are in use."""
 
     path: Path
+    not_kept: str | None = None  # why `path` was made for this process alone, and is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +74,81 @@ def load(folder: Path) -> Loaded | Missing:
     if compiler is None:
         return Missing("there is no C compiler called cc")
     try:
-        path = _compiled(compiler, folder)
-        # OpenMP's functions are not linked: they are those of the runtime that torch has loaded for everybody.
-        found = ctypes.CDLL(str(path))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = arguments, None
+        found, loaded = _from(folder, compiler)
     except subprocess.CalledProcessError as error:
         return Missing(f"{compiler} failed: {str(error.stderr).strip()[:200]}")
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
         return Missing(str(error)[:200])
     _loaded[:] = [found]
-    return Loaded(path)
+    return loaded
 
 
-def _compiled(compiler: str, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"cpu-{_digest(compiler)}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-            _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
-            _run(compiler, "-shared", str(compiled), "-o", str(linked), "-lm")
-            linked.replace(path)  # another process may do the same at this moment: either file is right
-    return path
+def _from(folder: Path, compiler: str) -> tuple[ctypes.CDLL, Loaded]:
+    flags = flags_for(platform.machine())
+    path = folder / f"cpu-{_digest(compiler, flags)}.so"
+    try:
+        _make_own(folder)
+        with contextlib.suppress(OSError, AttributeError):  # absent, damaged, or another user's: it is made anew
+            return _opened(path), Loaded(path)
+        _compile(compiler, flags, path)
+        return _opened(path), Loaded(path)
+    except OSError as error:
+        not_kept = str(error)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as own:
+        path = Path(own) / path.name
+        _compile(compiler, flags, path)
+        return _opened(path), Loaded(path, not_kept)
+
+
+def flags_for(machine: str) -> tuple[str, ...]:
+    """The compiler's flags on a machine as `uname -m` calls it."""
+    return _FLAGS + (_X86_FLAGS if machine in ("x86_64", "i686") else ())
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    _check_own(path)
+    # OpenMP's functions are not linked: they are those of the runtime that torch has loaded for everybody.
+    found = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+def _make_own(folder: Path) -> None:
+    """Makes the folder, and takes from others the right to write to it. OSError where it is another user's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+    _check_own(folder)
+
+
+def _check_own(path: Path) -> None:
+    """Raises OSError where someone besides this user and root could have written it, or where it is not there."""
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(f"others could write to {path}: it is user {status.st_uid}'s, with mode {mode:04o}")
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        _run(compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled))
+        _run(compiler, "-shared", str(compiled), "-o", str(linked), "-lm")
+        linked.chmod(0o600)  # whatever the umask says
+        linked.replace(path)  # another process may do the same at this moment: either file is right
 
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     found = hashlib.blake2b(digest_size=12)
     status = Path(compiler).resolve().stat()
-    for part in (_SOURCE.read_text(), " ".join(_FLAGS), f"{compiler} {status.st_size} {status.st_mtime_ns}"):
+    for part in (_SOURCE.read_text(), " ".join(flags), f"{compiler} {status.st_size} {status.st_mtime_ns}"):
         found.update(part.encode())
     found.update(_processor().encode())
     return found.hexdigest()

@@ -153,8 +153,10 @@ def use_kernels(config: WorkerConfig) -> None:
     if config.on_gpu or config.cpu_kernels == "torch":
         return
     match native.load(config.cache_dir / "kernels"):
-        case native.Loaded(path):
+        case native.Loaded(path, not_kept=None):
             _log.info("kernels in C are in use", path=str(path))
+        case native.Loaded(not_kept=why):
+            _log.warning("kernels in C are in use, and are compiled at each start", why=why)
         case native.Missing(why):
             _log.warning("decode steps are computed by torch alone, which is slower", why=why)
 
