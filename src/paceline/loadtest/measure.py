@@ -90,11 +90,10 @@ async def measure(config: BenchConfig, on_progress: OnProgress, *, warm: bool = 
         workload = Workload(config, vocab_size=info.vocab_size, context_tokens=info.context_tokens)
         workload.check()
         expected = workload.expected
-        bearable = None if expected is None or not give_up else (1 - config.goodput_share) * expected
 
         def told(progress: Progress) -> bool:
             on_progress(progress, expected)
-            return bearable is not None and progress.bad > bearable
+            return give_up and expected is not None and is_hopeless(progress.bad, expected, config.goodput_share)
 
         sampler = Sampler(target, config.sample_s)
         async with Fleet(config, info, salt=salt, warm=warm) as fleet, sampler:
@@ -111,6 +110,11 @@ async def measure(config: BenchConfig, on_progress: OnProgress, *, warm: bool = 
         outcomes=run.outcomes,
         samples=sampler.samples,
     )
+
+
+def is_hopeless(bad: int, expected: int, share: float) -> bool:
+    """True where even if all else of `expected` requests is good, fewer than `share` of them are."""
+    return (expected - bad) / expected < share  # computed as the share itself is: any other form rounds otherwise
 
 
 async def find_goodput(config: BenchConfig, on_progress: OnProgress, on_probe: Callable[[Probe], None]) -> Found:

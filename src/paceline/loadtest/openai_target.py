@@ -118,7 +118,11 @@ class OpenAiTarget:
 
     async def describe(self) -> TargetInfo:
         """The model that was named, or the first one that is served."""
-        models = msgspec.json.decode(await self._get("/models"), type=_Models).data
+        body = await self._get("/models")
+        try:
+            models = msgspec.json.decode(body, type=_Models).data
+        except msgspec.MsgspecError as error:
+            raise StartupError(f"{self._url}/models answered {quote(body)}, which is no list of models") from error
         wanted = self._config.model
         found = next((model for model in models if wanted in (None, model.id)), None)
         if found is None:

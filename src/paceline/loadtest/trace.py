@@ -36,7 +36,7 @@ def read_trace(path: Path, *, unit: str) -> list[Entry]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file) if path.suffix.lower() == ".csv" else _json_lines(path, file)
             found = [_entry(row, f"trace {path}, row {number}", scale) for number, row in enumerate(rows, start=1)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from error
     if not found:
         raise ConfigError(f"trace {path} has no request")
@@ -96,7 +96,9 @@ def _date(value: Any, where: str) -> float:
 def _count(value: Any, where: str, what: str) -> int:
     try:
         count = int(value)
-    except (TypeError, ValueError) as error:
+        if isinstance(value, float) and value != count:
+            raise ValueError("it would be cut off")
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: {what} {quote(value)} is not a whole number") from error
     if count < 1:
         raise ConfigError(f"{where}: {what} {count} is under the limit of 1")

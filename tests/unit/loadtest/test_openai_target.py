@@ -171,6 +171,12 @@ async def test_the_server_says_its_model_and_its_context(server: OpenAiServer) -
         await describe(server, model="another")
 
 
+async def test_a_server_that_answers_something_else_is_quoted(server: OpenAiServer) -> None:
+    server.model = {"name": "unlike OpenAI's"}
+    with pytest.raises(StartupError, match=r"/v1/models answered b'\{\"object.*no list of models"):
+        await describe(server)
+
+
 async def test_a_server_that_is_not_there_is_said() -> None:
     with openai_server() as gone:
         pass

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.loadtest.measure import is_hopeless
 from paceline.loadtest.search import RateSearch
 
 
@@ -44,3 +45,11 @@ def test_the_rates_double_and_then_halve_the_ratio() -> None:
         search = search.told(rate, well=rate < 3)
     assert rates == [1.0, 2.0, 4.0, pytest.approx(8**0.5)]
     assert search.passed == pytest.approx(8**0.5)
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_a_run_is_given_up_at_the_first_request_that_is_one_too_many(percent: int) -> None:
+    """Of 100, so many must be good: none of the rest is one too many, and the next one is."""
+    share, spare = percent / 100, 100 - percent
+    assert not is_hopeless(spare, 100, share)
+    assert is_hopeless(spare + 1, 100, share)

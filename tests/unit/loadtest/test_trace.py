@@ -49,6 +49,8 @@ def test_azures_csv_with_dates_is_known(tmp_path: Path) -> None:
         ),
         ('{"timestamp": 1, "input_tokens": 0, "output_tokens": 1}', "input tokens 0 is under the limit of 1"),
         ('{"timestamp": 1, "input_tokens": 3, "output_tokens": "x"}', "output tokens 'x' is not a whole number"),
+        ('{"timestamp": 1, "input_tokens": 3, "output_tokens": 1.5}', "output tokens 1.5 is not a whole number"),
+        ('{"timestamp": 1, "input_tokens": Infinity, "output_tokens": 1}', "input tokens inf is not a whole number"),
         ('{"timestamp": NaN, "input_tokens": 3, "output_tokens": 1}', "nan is not a moment"),
     ],
 )
@@ -56,6 +58,16 @@ def test_a_row_that_makes_no_sense_is_named(tmp_path: Path, text: str, named: st
     with pytest.raises(ConfigError) as raised:
         trace(tmp_path, text)
     assert named in raised.value.message
+
+
+def test_whole_numbers_may_be_written_as_fractions(tmp_path: Path) -> None:
+    assert trace(tmp_path, '{"timestamp": 1, "input_tokens": 3.0, "output_tokens": 2}') == [Entry(0.0, 3, 2)]
+
+
+def test_a_csv_that_cannot_be_split_into_fields_is_said(tmp_path: Path) -> None:
+    text = "timestamp,input_tokens,output_tokens\n1,2," + "9" * 200_000
+    with pytest.raises(ConfigError, match=r"trace\.csv cannot be read: field larger than field limit"):
+        trace(tmp_path, text, name="trace.csv")
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
