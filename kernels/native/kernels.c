@@ -347,6 +347,7 @@ INLINE void rope_token(char *qkv, const float *cos, const float *sin, const int6
 void rope_and_store(char *qkv, const float *cos, const float *sin, const int64_t *rows, char *pool, int64_t shift,
                     int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t kind) {
     const int64_t stride = (heads + 2 * kv_heads) * head_dim * (kind == BF16 ? 2 : 4);
+#pragma omp parallel for schedule(static) if (tokens >= 32)
     for (int64_t t = 0; t < tokens; t++) {
         const int64_t angle = t * (head_dim / 2), stored = t * 2 * kv_heads;
         if (kind == BF16)
