@@ -2,7 +2,7 @@
 
 Tokenising runs on threads of its own, and what is plainly too long is refused before it: a million ids or megabytes of
 text cost neither the event loop nor a thread more than a look at their length. Some thousand ids are read where they
-are: a thread there and back takes longer.
+are: a thread there and back costs the first token more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SCORES: Final = 500_000
 """Most log-probabilities of a prompt: 7 MB on the wire, where a message has 16 MiB."""
 _THREADS: Final = 2
 _MOST_AT_ONCE: Final = 8_192
-"""Ids of a prompt that are read on the event loop: well under a millisecond's work."""
+"""Ids of a prompt that are read on the event loop: under a millisecond's work."""
 _MAX_TIMEOUT_S: Final = 86_400.0
 
 

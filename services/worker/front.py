@@ -41,7 +41,7 @@ _log = log.get_logger(__name__)
 
 _STALLED_S: Final = 15.0
 _MOST_AT_ONCE: Final = 8_192
-"""Ids of a prompt that are read on the event loop: a thread there and back takes longer."""
+"""Ids of a prompt that are read on the event loop: under a millisecond's work, without a thread there and back."""
 _FAREWELL_S: Final = 0.5
 RESTART_STATUS: Final = 3
 """Exit status of a worker that wants to be started again, with a fresh pool."""
