@@ -15,67 +15,24 @@ import contextlib
 import os
 import shutil
 import signal
-import statistics
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from cluster import Cluster
+from gpu_loads import COLOCATED, ROWS, Load, run_load, show, steady_gaps
+from memory import device_memory, host_memory
 from paceline.client import worker_info
 from paceline.loadtest.config import BenchConfig
-from paceline.loadtest.measure import Result, find_goodput, measure
+from paceline.loadtest.measure import find_goodput
 from paceline.loadtest.statistics import Distribution
 from report import Report
 
 PARTS: Final = ("rows", "interference", "goodput", "kills", "soak", "colocated")
 MODEL: Final = "dummy:llama-3.1-8b"
 REJOIN_S: Final = 90.0
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A row of the peer's table: milliseconds, and requests a second."""
-
-    ttft_p50: float
-    ttft_p99: float
-    itl_p50: float
-    itl_p99: float
-    requests_s: float
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is sent. Without a rate, `concurrency` requests are under way at any moment."""
-
-    input_len: int
-    output_len: int
-    requests: int
-    concurrency: int | None = None
-    rate: float | None = None
-    peer: Peer | None = None
-
-    @property
-    def name(self) -> str:
-        """As the table calls it."""
-        load = f"{self.rate:g}/s" if self.rate else f"{self.concurrency} at once"
-        return f"{self.input_len}/{self.output_len}, {load}"
-
-
-ROWS: Final = (
-    Load(1024, 128, 24, concurrency=1, peer=Peer(54.8, 57.2, 4.71, 5.3, 1.5)),
-    Load(1024, 128, 240, rate=16.0, peer=Peer(77, 141, 5.3, 15.9, 14.5)),
-    Load(1024, 128, 512, concurrency=128, peer=Peer(1961, 3243, 6.6, 59.7, 36.4)),
-    Load(4096, 256, 8, concurrency=1, peer=Peer(145, 148, 4.8, 5.4, 0.73)),
-    Load(4096, 256, 96, concurrency=16, peer=Peer(309, 1663, 6.5, 30.1, 5.8)),
-)
-COLOCATED: Final = (
-    Load(1024, 128, 512, concurrency=128, peer=None),
-    Load(4096, 256, 192, concurrency=64, peer=None),
-)
 
 
 @dataclass(frozen=True)
@@ -101,72 +58,13 @@ class Means:
         return Cluster(prefill=prefill, decode=decode, flags=flags, paceline=self.program, ready_s=220.0)
 
     def sized(self, load: Load) -> Load:
-        """The load, or a small one of its kind."""
+        """The load, or a small one of its kind, which nothing of the peer's compares with."""
         if not self.quick:
             return load
         concurrency = None if load.concurrency is None else min(load.concurrency, 4)
         rate = None if load.rate is None else 4.0
         output_len = max(load.output_len // 16, min(load.output_len, 2))
-        return Load(load.input_len // 32, output_len, 8, concurrency=concurrency, rate=rate, peer=load.peer)
-
-
-def run_load(cluster: Cluster, load: Load, **more: Any) -> Result:
-    """Sends it, a few requests ahead of the clock."""
-    config = BenchConfig(
-        router=cluster.router,
-        input_len=load.input_len,
-        output_len=load.output_len,
-        requests=load.requests,
-        concurrency=load.concurrency,
-        rate=load.rate,
-        processes=2 if (load.concurrency or 0) > 32 else 1,
-        warmup=2,
-        **more,
-    )
-    return asyncio.run(measure(config, lambda *_: None))
-
-
-def show(report: Report, load: Load, result: Result) -> None:
-    """The row's cells, each beside the peer's."""
-    summary, peer = result.summary, load.peer
-    ttft, itl = summary.ttft_s, summary.itl_s
-    assert ttft is not None
-    assert itl is not None
-    whole = summary.whole.requests_per_s
-    cells: dict[str, tuple[float, float | None]] = {
-        "first token p50": (1e3 * ttft.p50, peer.ttft_p50 if peer else None),
-        "first token p99": (1e3 * ttft.p99, peer.ttft_p99 if peer else None),
-        "inter-token p50": (1e3 * itl.p50, peer.itl_p50 if peer else None),
-        "inter-token p99": (1e3 * itl.p99, peer.itl_p99 if peer else None),
-    }
-    for name, (value, limit) in cells.items():
-        if limit is None:
-            report.note(f"{load.name}: {name}", value, "ms")
-        else:
-            report.at_most(f"{load.name}: {name}", value, limit, "ms")
-    if peer is None:
-        report.note(f"{load.name}: requests", whole, "/s")
-    else:
-        report.at_least(f"{load.name}: requests", whole, peer.requests_s, "/s")
-    if summary.steady is not None:
-        report.note(f"{load.name}: requests in steady state", summary.steady.requests_per_s, "/s")
-    hands = summary.handovers
-    if hands is not None and hands.transfer_s is not None and hands.through_prefill:
-        report.note(
-            f"{load.name}: KV of a prompt",
-            f"{hands.bytes / hands.through_prefill / 2**20:.0f} MiB; "
-            f"first to last part {1e3 * hands.transfer_s.p50:.1f} ms",
-        )
-    if hands is not None and hands.prefill_s is not None:
-        report.note(f"{load.name}: prefill call p50", 1e3 * hands.prefill_s.p50, "ms")
-    if load.concurrency == 1:
-        gaps = [outcome.itl_s for outcome in result.outcomes if len(outcome.itl_s) > 1]
-        first, later = [each[0] for each in gaps], [gap for each in gaps for gap in each[1:]]
-        exposed = statistics.median(first) - statistics.median(later)
-        report.note(f"{load.name}: first gap beyond the others (hand-off exposed)", 1e3 * exposed, "ms")
-    report.equal(f"{load.name}: failed", summary.sent - summary.succeeded, 0)
-    for warning in result.warnings:
-        report.note(f"{load.name}: warning", warning)
+        return Load(load.input_len // 32, output_len, 8, concurrency=concurrency, rate=rate)
 
 
 def rows(report: Report, means: Means, cluster: Cluster) -> None:
@@ -204,19 +102,6 @@ def interference(report: Report, means: Means, cluster: Cluster) -> None:
     if alone is not None and beside_prompts is not None:
         report.at_most("inter-token p99, prefill saturated over idle", beside_prompts.p99 / alone.p99, 1.1)
         report.at_most("inter-token p99 over p50, prefill saturated", beside_prompts.p99 / beside_prompts.p50, 1.1)
-
-
-def steady_gaps(result: Result) -> list[float]:
-    """Gaps while all requests were being answered, in seconds."""
-    answered = [outcome for outcome in result.outcomes if outcome.arrivals_s]
-    begin = max(outcome.arrivals_s[0] for outcome in answered)
-    end = min(outcome.arrivals_s[-1] for outcome in answered)
-    return [
-        later - earlier
-        for outcome in answered
-        for earlier, later in pairwise(outcome.arrivals_s)
-        if begin < earlier and later <= end
-    ]
 
 
 def goodput(report: Report, means: Means, cluster: Cluster) -> None:
@@ -266,7 +151,7 @@ def kills(report: Report, means: Means, cluster: Cluster, times: int) -> None:
 def soak(report: Report, means: Means, cluster: Cluster, seconds: float, rate: float) -> None:
     """A long open loop near saturation: nothing leaks, nothing fails."""
     run_load(cluster, means.sized(Load(1024, 128, 64, concurrency=32)))
-    memory, host = device_memory(), host_memory(cluster)
+    memory, host = device_memory(), host_memory(cluster.pid)
     result = run_load(cluster, Load(*(64, 8) if means.quick else (1024, 128), int(seconds * rate), rate=rate))
     time.sleep(2.0)
     report.note("soak: seconds at requests a second", f"{seconds:g} at {rate:g}")
@@ -284,35 +169,8 @@ def soak(report: Report, means: Means, cluster: Cluster, seconds: float, rate: f
         report.equal(f"soak: blocks of {worker.key.worker_id} in use after it", load.total_blocks - load.free_blocks, 0)
     for gpu, used in device_memory().items():
         report.at_most(f"soak: growth of GPU {gpu}", used - memory[gpu], 64, "MiB")
-    for name, used in host_memory(cluster).items():
+    for name, used in host_memory(cluster.pid).items():
         report.at_most(f"soak: growth of {name}", used - host.get(name, used), 200, "MiB")
-
-
-def device_memory() -> dict[str, int]:
-    """MiB in use, by GPU; empty where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
-    return {index.strip(): int(used) for index, used in (line.split(",") for line in lines)}
-
-
-def host_memory(cluster: Cluster) -> dict[str, int]:
-    """Resident MiB of each process of the cluster, by its number."""
-    found = {}
-    for pid in descendants(cluster.pid):
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            resident = next((line for line in lines if line.startswith("VmRSS:")), "VmRSS: 0 kB")
-            name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[-60:]
-            found[f"{pid} {name.strip()}"] = int(resident.split()[1]) // 1024
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """The process and all that come from it."""
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return [pid, *(each for child in map(int, listed.stdout.split()) for each in descendants(child))]
 
 
 def engine_pid(cluster: Cluster, worker: str) -> int:
