@@ -58,6 +58,7 @@ class _Write:
     peer: Peer
     remote: _Remote
     sent: _Messages
+    unsent: str | None = None  # why a part of it was never handed to UCX: no answer will come then
     answer: Answer | None = None
 
 
@@ -160,13 +161,13 @@ class UcxxTransport:
         address = self._worker.address.tobytes()
         offer = Offer(self._name, address, self._tag, self._posted, first_tag, spans, notification)
         sent = _Messages([], [])
+        write = _Write(Handle(self._posted), peer, remote, sent)
         try:
             self._send(remote.endpoint, msgspec.msgpack.encode(offer), remote.tag, sent)
             for place, piece in enumerate(pieces):
                 self._send(remote.endpoint, view(ours, piece.source_block, piece.num_blocks), first_tag + place, sent)
         except self._errors as error:
-            log.debug("post failed", peer=peer.name, error=str(error))  # what was sent before ends through `poll`
-        write = _Write(Handle(self._posted), peer, remote, sent)
+            write.unsent = str(error)  # what was sent before ends through `poll`
         self._writes[self._posted] = write
         remote.outstanding += 1
         return write.handle
@@ -296,16 +297,16 @@ class UcxxTransport:
         self._answers.append(sent)
 
     def _ended(self) -> list[Finished]:
-        """Takes out the writes that are terminal: answered, or on an endpoint that is gone, and read no more."""
+        """Takes out the writes that are terminal: read no more, and answered or beyond an answer."""
         finished: list[Finished] = []
         for number, write in list(self._writes.items()):
-            lost = not write.remote.endpoint.alive
-            if not write.sent.complete or (write.answer is None and not lost):
+            beyond_answer = write.unsent is not None or not write.remote.endpoint.alive
+            if not write.sent.complete or (write.answer is None and not beyond_answer):
                 continue
             del self._writes[number]
             write.remote.outstanding -= 1
             self._close_if_idle(write.remote)
-            error = "it is gone" if write.answer is None else write.answer.error
+            error = (write.unsent or "it is gone") if write.answer is None else write.answer.error
             text = None if error is None else f"a write to {write.peer.name} failed: {error}"
             finished.append(Finished(write.handle, text))
         return finished
