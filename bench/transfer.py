@@ -71,6 +71,7 @@ class Target:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, transport), daemon=True)
         self._process.start()
+        theirs.close()  # else nobody would ever hear of the process's death
         self.metadata: bytes = self._pipe.recv()
 
     def arrivals(self) -> dict[bytes, float]:
