@@ -3,7 +3,7 @@
 #   docker build --target router -t paceline-router .
 #   docker build --target worker -t paceline-worker .
 #
-# BASE_IMAGE            any image with Python 3.11 or newer and its venv module
+# BASE_IMAGE            any image with Python 3.11 or newer, its venv module and its headers; with cc, or with apt-get
 # PIP_EXTRA_INDEX_URL   an index with CPU builds of torch, for a worker image without CUDA libraries
 # PIP_FIND_LINKS        a page or folder with wheels to prefer
 # secret pip_conf       a pip.conf of yours; secret ca_bundle: certificates of your proxy. Neither stays in an image.
@@ -58,8 +58,11 @@ ENTRYPOINT ["paceline"]
 STOPSIGNAL SIGTERM
 
 FROM runtime AS worker
-COPY --from=worker-dependencies /opt/paceline /opt/paceline
 USER root
+# Kernels are compiled where they run: Triton's launchers on a GPU, which cannot do without, and those in C on a CPU.
+RUN command -v cc >/dev/null \
+ || { apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; }
+COPY --from=worker-dependencies /opt/paceline /opt/paceline
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist pip install --no-cache-dir --no-deps --no-index /dist/*.whl
 USER paceline
 EXPOSE 7080 7090
