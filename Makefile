@@ -15,8 +15,8 @@ PYTEST_ARGS ?=
 .PHONY: help env demo bench test test-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
 
 help: ## what there is to make
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
-	@echo "accept-NAME   one acceptance check; NAME is one of: $(ACCEPT)"
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+	@echo "accept-NAME     one acceptance check; NAME is one of: $(ACCEPT)"
 
 env: $(STAMP) ## .venv with everything, at the versions of constraints.txt
 
