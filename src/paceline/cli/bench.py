@@ -14,15 +14,18 @@ from paceline.loadtest.config import BenchConfig, load_bench
 from paceline.loadtest.frames import Progress as Counts
 from paceline.loadtest.measure import Probe, Result, find_goodput, measure
 from paceline.loadtest.plots import draw, figure_or_refuse
-from paceline.loadtest.record import result_record, search_record, write_json
+from paceline.loadtest.record import check_json, result_record, search_record, write_json
 from paceline.loadtest.table import result_table, search_table
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 where every request was answered, and a search found a rate; 1 elsewhere."""
     config = load_bench(file=arguments.config, env=os.environ, flags=vars(arguments))
+    # Before the load, not after it.
     if config.plots is not None:
-        figure_or_refuse()  # before the load, not after it
+        figure_or_refuse()
+    if config.json is not None:
+        check_json(config.json)
     return _search(config) if config.find_goodput else _once(config)
 
 

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -118,6 +119,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.openai is not None:
             if not self.openai.startswith(("http://", "https://")):
                 raise ConfigError(f"openai: {quote(self.openai)} is not a URL such as http://127.0.0.1:8000/v1")
+            if "@" in urlsplit(self.openai).netloc:  # and so it is not quoted here either
+                raise ConfigError("openai: a URL with a user or a password is not taken, for tables and files show it")
             if self.vocab_size is None and self.tokenizer is None:
                 raise ConfigError("openai: such servers do not say their vocabulary: give vocab_size or tokenizer")
         elif self.tokenizer is not None:

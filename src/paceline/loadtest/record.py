@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,19 @@ def search_record(found: Found, *, arrivals: bool = False) -> dict[str, Any]:
     return {"paceline": __version__, "goodput_rate": found.rate, "probes": probes}
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes a record, making the folder. Raises ConfigError where that cannot be."""
+def check_json(path: Path) -> None:
+    """Makes the folder, ahead of the load. Raises ConfigError where a record could not be written there after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"json: {path} cannot be written: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"json: {path} cannot be written: it is a folder, or not yours to write to")
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Writes a record. Raises ConfigError where that cannot be."""
+    try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
     except OSError as error:
         raise ConfigError(f"json: {path} cannot be written: {error.strerror}") from error

@@ -292,3 +292,15 @@ def test_what_cannot_be_run_is_said(
     assert main(["bench", *flags]) == status
     assert said in capsys.readouterr().err
     assert router.requests == []
+
+
+@pytest.mark.parametrize("place", ["file/result.json", "folder"])
+def test_a_result_that_could_not_be_kept_is_said_before_the_load(
+    router: ScriptedRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / place
+    assert main(["bench", "--rate=1", f"--router={router.address}", f"--json={path}"]) == 2
+    assert f"json: {path} cannot be written" in capsys.readouterr().err
+    assert router.requests == []

@@ -18,6 +18,10 @@ from paceline.loadtest.config import BenchConfig, Mode, Slo, load_bench
         ({"find_goodput": True, "slo_itl_ms": 5.0, "concurrency": 2}, "concurrency leaves no room for"),
         ({"rate": 1.0, "openai": "localhost:8000", "vocab_size": 9}, "'localhost:8000' is not a URL"),
         ({"rate": 1.0, "openai": "http://localhost:8000/v1"}, "give vocab_size or tokenizer"),
+        (
+            {"rate": 1.0, "openai": "http://me:secret@localhost/v1", "vocab_size": 9},
+            "a user or a password is not taken",
+        ),
         ({"rate": 1.0, "tokenizer": "smollm2-135m-instruct"}, "it is for --openai"),
         ({"rate": 1.0, "router": "nowhere"}, "'nowhere' is not host:port"),
     ],
@@ -26,6 +30,7 @@ def test_settings_that_contradict_each_other_are_named(settings: dict[str, Any],
     with pytest.raises(ConfigError) as raised:
         BenchConfig(**settings)
     assert named in raised.value.message
+    assert "secret" not in raised.value.message
 
 
 def test_the_mode_is_told_by_what_is_given() -> None:
