@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from gpu_timing import seconds
 from paceline.checkpoint import read_config, resolve
 from paceline.engine import weights
 from paceline.engine.device import create_runner, open_device
@@ -86,7 +87,7 @@ class Bench:
 
     def prefill(self, length: int) -> None:
         """From the arrival of a prompt to its first token, on an idle engine."""
-        engine, seconds = self.engine, []
+        engine, times = self.engine, []
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         if length >= engine.limits.context_tokens:
             return
@@ -97,9 +98,9 @@ class Bench:
             engine.add(self._name(), self._prompt(length), sampling, lease=lease, root=None)
             while engine.has_work:
                 engine.step()
-            seconds.append(time.perf_counter() - started)
+            times.append(time.perf_counter() - started)
         floor = self._flops_of(length) / self._flops
-        best = statistics.median(seconds[1:])
+        best = statistics.median(times[1:])
         self._add("prefill", 1, length, [best], best, floor, [0.0])
 
     def _flops_of(self, length: int) -> float:
@@ -187,29 +188,17 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second of a large copy on the device, read plus written."""
     source = torch.empty(2**31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _timed(lambda: target.copy_(source))
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), device, capture=False)
 
 
 def matrix_flops(device: torch.device) -> float:
     """Operations a second of a large bfloat16 product of random numbers."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / _timed(lambda: left @ right)
+    return 2 * 8192**3 / seconds(lambda: left @ right, device, capture=False)
 
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _timed(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(12):
-        begin, end = _event(), _event()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(times[2:])
 
 
 def main() -> None:
