@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.kernels.native.library import is_loaded, library
 
-_ENCODINGS: Final = {"Q4_1": 2, "Q8_0": 3}  # as kernels.c numbers them
+_ENCODINGS: Final = {"Q4_1": (2, 20), "Q8_0": (3, 34)}  # as kernels.c numbers them, and bytes of a block
 _ATTRIBUTE: Final = "paceline_quantised"
 _BLOCK: Final = 32
 _BAND: Final = 8
@@ -39,7 +39,10 @@ def attach_quantised(weight: Tensor, encoding: str, rows: Tensor) -> None:
     outputs, inputs = weight.shape
     fits = inputs % _BLOCK == 0 and inputs <= _MOST_INPUTS and outputs % _BAND == 0
     if fits and encoding in _ENCODINGS:
-        setattr(weight, _ATTRIBUTE, Quantised(_ENCODINGS[encoding], rows.contiguous()))
+        number, block_bytes = _ENCODINGS[encoding]
+        row_bytes = inputs // _BLOCK * block_bytes
+        assert rows.shape == (outputs, row_bytes), f"{encoding} rows {tuple(rows.shape)}, not {outputs} x {row_bytes}"
+        setattr(weight, _ATTRIBUTE, Quantised(number, rows.contiguous()))
 
 
 def quantised_of(weight: Tensor) -> Quantised | None:

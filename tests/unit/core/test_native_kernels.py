@@ -17,6 +17,7 @@ import torch
 from paceline import kernels
 from paceline.kernels import native
 from paceline.kernels.native import library
+from paceline.kernels.native.quantised import quantised_of
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
@@ -165,6 +166,14 @@ def test_vectors_of_every_width_compute_what_the_twins_do(
     for ours, twins in zip(in_c, by_twins, strict=True):
         limit = 1e-5 if ours.dtype is torch.float32 else 2e-2
         torch.testing.assert_close(ours, twins, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("shape", [(63, 102), (64, 101), (64, 68)])
+def test_rows_that_c_would_read_past_are_not_attached(shape: tuple[int, int]) -> None:
+    weight = torch.zeros(64, 96)
+    with pytest.raises(AssertionError, match=r"Q8_0 rows .* not 64 x 102"):
+        kernels.attach_quantised(weight, "Q8_0", torch.zeros(shape, dtype=torch.uint8))
+    assert quantised_of(weight) is None
 
 
 def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
