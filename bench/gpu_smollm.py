@@ -6,7 +6,9 @@ python bench/gpu_smollm.py --model smollm2-135m-instruct --device cuda:0
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Final
 
 import msgspec
@@ -40,22 +42,52 @@ def engine(source: Source, config: ModelConfig, device: torch.device, dtype: tor
     return Engine(config, loaded, num_blocks=BLOCKS, token_budget=512, max_requests=64, runner=runner)
 
 
-def answers(
-    made: Engine, prompts: list[tuple[int, ...]], sampling: SamplingParams
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Each prompt's tokens, and the log-probabilities of its own tokens where they are asked for."""
-    found: dict[str, list[int]] = {}
-    scores: dict[str, list[float]] = {}
+@dataclass(frozen=True)
+class Answers:
+    """Of each prompt: the tokens, their log-probabilities and those of the runners-up, and the prompt's own."""
+
+    tokens: list[list[int]]
+    drawn: list[list[float]]
+    seconds: list[list[float]]
+    prompts: list[list[float]]
+
+
+def answers(made: Engine, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> Answers:
+    """All prompts at once."""
+    names = [str(index) for index in range(len(prompts))]
+    found: dict[str, list[int]] = {name: [] for name in names}
+    drawn: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    scores: dict[str, list[float]] = {name: [] for name in names}
     for index, prompt in enumerate(prompts):
         lease = made.try_reserve(len(prompt) + sampling.max_tokens - 1)
         assert lease is not None
         made.add(RequestId(str(index)), prompt, sampling, lease=lease, root=None)
     while made.has_work:
         for done in made.step().progress:
-            found.setdefault(done.request_id, []).extend(done.token_ids)
-            scores.setdefault(done.request_id, []).extend(score.logprob for score in done.prompt_logprobs)
-    order = [str(index) for index in range(len(prompts))]
-    return [found[name] for name in order], [scores[name] for name in order]
+            found[done.request_id] += done.token_ids
+            drawn[done.request_id] += [score.logprob for score in done.logprobs]
+            seconds[done.request_id] += [score.top[1][1] for score in done.logprobs]
+            scores[done.request_id] += [score.logprob for score in done.prompt_logprobs]
+    return Answers(
+        [found[name] for name in names],
+        [drawn[name] for name in names],
+        [seconds[name] for name in names],
+        [scores[name] for name in names],
+    )
+
+
+def compare(report: Report, name: str, ours: Answers, exact: Answers) -> None:
+    """Where answers part, how little decided the exact token there; and how far numbers were apart until then."""
+    parted, apart = [], []
+    for index, (left, right) in enumerate(zip(ours.tokens, exact.tokens, strict=True)):
+        same = next((at for at, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(right))
+        apart += [abs(a - b) for a, b in zip(ours.drawn[index][:same], exact.drawn[index][:same], strict=True)]
+        if same < len(right):
+            parted.append(exact.drawn[index][same] - exact.seconds[index][same])
+    report.note(f"{name}: answers' log-probabilities apart, mean and most", f"{mean(apart):.2e}, {max(apart):.2e}")
+    if parted:
+        report.note(f"{name}: lead of the exact token where answers part", f"{min(parted):.2e} to {max(parted):.2e}")
 
 
 def _is_chat(prompt: list[Message] | list[int]) -> TypeIs[list[Message]]:
@@ -83,22 +115,22 @@ def main() -> int:
                 prompts.append(tuple(each))
         prompts = [each for each in prompts if len(each) <= 1024][:PROMPTS]
         report.equal("prompts", len(prompts), PROMPTS)
-        greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-        scored = msgspec.structs.replace(greedy, max_tokens=1, prompt_logprobs=0)
+        greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
+        scored = msgspec.structs.replace(greedy, max_tokens=1, prompt_logprobs=0, logprobs=None)
         cpu = engine(source, config, torch.device("cpu"), torch.float32)
-        expected, _ = answers(cpu, prompts, greedy)
-        _, exact = answers(cpu, prompts, scored)
+        expected, exact = answers(cpu, prompts, greedy), answers(cpu, prompts, scored).prompts
         device = open_device(args.device)
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             made = engine(source, config, device, dtype)
-            found, _ = answers(made, prompts, greedy)
-            same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
+            found = answers(made, prompts, greedy)
+            same = sum(ours == theirs for ours, theirs in zip(found.tokens, expected.tokens, strict=True))
             if dtype == torch.float32:
                 report.equal(f"{name}: prompts with the CPU's ids, of {PROMPTS} by {TOKENS} tokens", same, PROMPTS)
             else:
                 report.note(f"{name}: prompts with the CPU's float32 ids, of {PROMPTS} by {TOKENS} tokens", same)
-            _, ours = answers(made, prompts, scored)
+            compare(report, name, found, expected)
+            ours = answers(made, prompts, scored).prompts
             gaps = [
                 abs(a - b) for left, right in zip(ours, exact, strict=True) for a, b in zip(left, right, strict=True)
             ]
