@@ -236,7 +236,8 @@ class GraphRunner(Runner):
     def _compute_now(self, chunks: Sequence[Chunk], tick: Callable[[], None]) -> RunningStep:
         if self._last is not None:
             sampled = iter(self._last.result().token_ids)
-            self._known |= {chunk.request: next(sampled) for chunk in self._last.chunks if chunk.samples}
+            # In place of what unusable logits gave, any token: what is computed from it is void.
+            self._known |= {chunk.request: max(0, next(sampled)) for chunk in self._last.chunks if chunk.samples}
             self._last = None
         return super().launch(chunks, tick)
 
@@ -247,4 +248,6 @@ def _nothing() -> None:
 
 def _asks_for_more(chunk: Chunk) -> bool:
     request = chunk.request
-    return request.shaping is not None or request.fanout > 1 or request.sampling.prompt_logprobs is not None
+    if chunk.samples and (request.shaping is not None or request.fanout > 1):
+        return True
+    return request.scores is not None and chunk.start < request.num_prompt - 1

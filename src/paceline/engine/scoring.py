@@ -30,8 +30,7 @@ class Scoring:
         for index, chunk in enumerate(chunks):
             request, asked = chunk.request, chunk.request.sampling.prompt_logprobs
             if asked is not None and request.scores is not None:
-                start = max(chunk.start, len(request.scores))  # after a preemption the first ones are known
-                for position in range(start, min(chunk.end, request.num_prompt - 1)):
+                for position in range(chunk.start, min(chunk.end, request.num_prompt - 1)):
                     self.rows.append(first_row + position - chunk.start)
                     self._owners.append(index)
                     self._targets.append(request.tokens[position + 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,9 @@ from paceline.engine.beams import proposing
 from paceline.engine.engine import Engine
 from paceline.engine.graph_runner import GraphRunner
 from paceline.engine.runner import Runner
+from paceline.engine.step_shape import StepShape
 from paceline.engine.weights import Weights, load
+from paceline.errors import EngineError, NumericalError
 from paceline.services.decode.beams import LiveSearch
 from paceline.types import RequestId, ReservationId, SamplingParams, TokenLogprob
 
@@ -120,3 +123,52 @@ def test_a_beam_search_finds_the_same(name: str, triton_backend: None, device: t
     expected = search(made(config, Runner(config, weights, num_blocks=blocks), weights), 0)
     assert len({tuple(each) for each in expected}) == 3
     assert search(made(config, runner, weights), 2) == expected
+
+
+@pytest.fixture
+def runner(triton_backend: None, device: torch.device) -> GraphRunner:
+    weights = load(resolve("dummy:tiny", cache_dir=Path("unused")), TINY, dtype=torch.float32, device=device, seed=3)
+    made = GraphRunner(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS)
+    if device.type == "cuda":
+        made.capture()
+    return made
+
+
+def over(runner: GraphRunner) -> Engine:
+    return Engine(TINY, None, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS, runner=runner)
+
+
+def start(engine: Engine, name: str, prompt: list[int], **wishes: Any) -> None:
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, **wishes)
+    lease = engine.try_reserve(len(prompt) + 5)
+    assert lease is not None
+    engine.add(RequestId(name), prompt, sampling, lease=lease)
+
+
+def test_unusable_logits_in_flight_spare_a_neighbour_that_is_computed_at_once(runner: GraphRunner) -> None:
+    runner.model.weights.embed[1] = torch.nan
+    engine = over(runner)
+    start(engine, "bad", [1, 2, 3])
+    engine.step()
+    start(engine, "penalised", [4, 5, 6], repetition_penalty=1.2)
+    ended: dict[str, EngineError | None] = {}
+    while engine.has_work:
+        ended |= {done.request_id: done.error for done in engine.step().progress if done.ended}
+    assert isinstance(ended.pop(RequestId("bad")), NumericalError)
+    assert ended == {"penalised": None}
+    assert engine.pool.free == engine.pool.total
+
+
+def test_a_scored_prompt_decodes_behind_graphs_as_any_other(runner: GraphRunner) -> None:
+    engine = over(runner)
+    start(engine, "scored", list(range(20)), prompt_logprobs=1)
+    scores: list[TokenLogprob] = []
+    shapes: list[StepShape | None] = []
+    while engine.has_work:
+        runner.last_shape = None
+        for done in engine.step().progress:
+            scores += done.prompt_logprobs
+        shapes.append(runner.last_shape)
+    assert len(scores) == 19
+    # The prompt; then five decodes, one of them in flight when the prompt's token is told; then nothing is launched.
+    assert shapes == [None, *[StepShape(1, 1, decodes=True)] * 5, None]
