@@ -21,7 +21,8 @@ from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.config import WorkerConfig
 from paceline.engine import device, weights
-from paceline.engine.engine import Engine, EngineStats
+from paceline.engine.engine import Engine
+from paceline.engine.stats import EngineStats
 from paceline.errors import ConfigError
 from paceline.kernels import native
 from paceline.kvtransfer import transports

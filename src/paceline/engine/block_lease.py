@@ -114,7 +114,11 @@ class BlockLease:
 
     def lacking(self, reach: int) -> int:
         """Blocks that it has to ask the pool for, to have places up to `reach` in every table."""
-        return max(0, sum(max(0, reach - len(table)) for table in self._tables) - len(self._spare))
+        missing = -len(self._spare)
+        for table in self._tables:
+            if len(table) < reach:
+                missing += reach - len(table)
+        return max(0, missing)
 
     def extend(self, count: int) -> None:
         """Makes `count` more places in every table. Raises `PoolExhausted`, and changes nothing, without the blocks."""

@@ -18,18 +18,20 @@ Single-threaded: one loop calls everything.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine.block_pool import BlockLease, BlockPool
+from paceline.engine.flights import Flight, Flights
+from paceline.engine.intake import check_request
 from paceline.engine.logits import Shaping
 from paceline.engine.memory import Memory
 from paceline.engine.request import Chunk, EngineRequest, Progress, StepOutput
-from paceline.engine.runner import Runner, RunningStep, StepRunner
+from paceline.engine.runner import Runner, StepRunner
 from paceline.engine.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
+from paceline.engine.stats import EngineStats
 from paceline.engine.weights import Weights
 from paceline.errors import EngineError
 from paceline.prefix import ROOT, BlockHash
@@ -40,43 +42,11 @@ from paceline.types import (
     SamplingParams,
     WorkerLoad,
     blocks_for,
-    blocks_in_groups,
 )
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start; they only grow."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    prompt_tokens_computed: int = 0  # for the first time
-    tokens_recomputed: int = 0  # after a preemption
-    output_tokens: int = 0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_failed: int = 0
-    preemptions: int = 0
-    prefix_queried_tokens: int = 0  # prompt tokens of requests that got to sample here, each request once
-    prefix_hit_tokens: int = 0  # of those, found in the cache
 
 
 def _nothing() -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that was launched and whose result nobody has looked at."""
-
-    chunks: list[Chunk]
-    step: RunningStep
-    launched_at: float
-
-    @property
-    def goes_alone(self) -> bool:
-        """True where the next step can't be planned before its result: a draw hangs on the tokens before it."""
-        return any(chunk.request.shaping is not None for chunk in self.chunks)
 
 
 class Engine:
@@ -112,9 +82,7 @@ class Engine:
         )
         self._eos_token_ids = config.eos_token_ids
         self._held: dict[RequestId, EngineRequest] = {}  # that ended and hold their blocks
-        self._flights: deque[_Flight] = deque()
-        self._leaving: set[EngineRequest] = set()  # that ended, and whose blocks a step in flight may write to
-        self._retired_at = 0.0
+        self._flights = Flights()
         self._slides = self.groups.windowed
         self._memory = Memory(
             self.pool,
@@ -144,13 +112,15 @@ class Engine:
     @property
     def load(self) -> WorkerLoad:
         """The load now, but for what the engine can't know: quarantined blocks and the age of the loop's tick."""
-        started = sum(request.computed > 0 for request in self._scheduler.requests)
+        started = pending = 0
+        for request in self._scheduler.requests:
+            started += request.computed > 0
+            if request.computed < request.num_prompt:
+                pending += request.num_prompt - request.computed
         return WorkerLoad(
             running=started,
             waiting=len(self._scheduler) - started,
-            pending_prompt_tokens=sum(
-                max(0, request.num_prompt - request.computed) for request in self._scheduler.requests
-            ),
+            pending_prompt_tokens=pending,
             total_blocks=self.pool.total,
             free_blocks=self.pool.free,
             committed_blocks=self.pool.committed,
@@ -256,7 +226,9 @@ class Engine:
         request.cached_tokens = lease.shared * BLOCK_TOKENS
         request.reached = computed
         request.counted = not counts
-        self._check(request)
+        if self._scheduler.knows(request_id) or request_id in self._held:
+            raise EngineError(f"request {request_id} is here already")
+        check_request(request, self._scheduler, self._memory, self.limits)
         self._scheduler.add(request)
 
     def extend(self, request_id: RequestId, token_id: int) -> None:
@@ -301,7 +273,7 @@ class Engine:
 
         Raises `EngineError` if there is none, or it still runs.
         """
-        self._let_go(self._take(request_id))
+        self._flights.let_go(self._take(request_id))
 
     def take(self, request_id: RequestId) -> BlockLease:
         """The blocks of a request that ended and holds them, for the caller to release. Raises as `release` does."""
@@ -339,7 +311,7 @@ class Engine:
         Where the device computes and there is nothing to launch beside it, returns at once with nothing.
         """
         retired = None
-        if self._flights and self._flights[0].goes_alone:
+        if self._flights and self._flights.first.goes_alone:
             retired = self._retire(tick)
         gave_way = self._memory.resume()
         self._memory.look_again()
@@ -353,7 +325,7 @@ class Engine:
         if batch:
             self._launch(batch, tick)
         if retired is None and self._flights:
-            due = len(self._flights) > self.runner.depth if batch else self._flights[0].step.done
+            due = len(self._flights) > self.runner.depth if batch else self._flights.first.step.done
             retired = self._retire(tick) if due else None
         return StepOutput(preempted=preempted) if retired is None else replace(retired, preempted=preempted)
 
@@ -361,89 +333,34 @@ class Engine:
         began = time.perf_counter()
         step = self.runner.launch(batch, tick)
         self._scheduler.launch(batch)
-        self._flights.append(_Flight(batch, step, began))
+        self._flights.add(Flight(batch, step, began))
 
     def _retire(self, tick: Callable[[], None]) -> StepOutput:
         """Takes in the result of the step that was launched first, waiting for it with ticks."""
-        flight = self._flights.popleft()
-        while not flight.step.done:
-            tick()
+        flight = self._flights.wait(tick)
         live = [chunk for chunk in flight.chunks if not chunk.request.ended]
-        known = [chunk.request.reached for chunk in live]
+        reached = [chunk.request.reached for chunk in live]  # before it
         progress = self._scheduler.commit(flight.chunks, flight.step.result())
-        for chunk, reached, done in zip(live, known, progress, strict=True):
-            self._account(chunk, reached, done)
-            if self._slides and not chunk.request.lease.released:
-                self._memory.slide(chunk.request)
-        for chunk in flight.chunks:
-            if not chunk.request.ahead and chunk.request in self._leaving:
-                self._leaving.remove(chunk.request)
-                chunk.request.lease.release()
-        now = time.perf_counter()
-        seconds = now - max(flight.launched_at, self._retired_at)
-        self._retired_at = now
+        for chunk, before, done in zip(live, reached, progress, strict=True):
+            self.stats.account(chunk, before, done)
+            self._take_in(chunk.request, done)
+        seconds = self._flights.retired(flight)
         self.stats.steps += 1
         self.stats.step_seconds += seconds
         return StepOutput(progress, sum(chunk.num_tokens for chunk in live), seconds=seconds)
 
-    def _account(self, chunk: Chunk, reached: int, done: Progress) -> None:
-        """`reached` is how far the request had ever come before the step."""
-        request, stats = chunk.request, self.stats
-        stats.prompt_tokens_computed += max(0, min(chunk.end, request.num_prompt) - max(chunk.start, reached))
-        stats.tokens_recomputed += max(0, min(chunk.end, reached) - chunk.start)
-        stats.output_tokens += 0 if request.proposes else len(done.token_ids)  # those proposed are counted once chosen
+    def _take_in(self, request: EngineRequest, done: Progress) -> None:
         if done.token_ids:
             self._memory.publish(request)
-            if not request.counted:
-                request.counted = True
-                stats.prefix_queried_tokens += request.num_prompt
-                stats.prefix_hit_tokens += request.cached_tokens
         if done.ended:
-            stats.requests_failed += done.error is not None
-            stats.requests_finished += done.error is None
             if done.error is not None:
                 self._memory.forget(request)
             self._end(request)
+        if self._slides and not request.lease.released:
+            self._memory.slide(request)
 
     def _end(self, request: EngineRequest) -> None:
         if request.hold:
             self._held[request.request_id] = request
         else:
-            self._let_go(request)
-
-    def _let_go(self, request: EngineRequest) -> None:
-        """Frees the blocks, now or when no step in flight writes to them: a peer's write may come into them next."""
-        if request.ahead:
-            self._leaving.add(request)
-        else:
-            request.lease.release()
-
-    def _check(self, request: EngineRequest) -> None:
-        """Refuses what would fail in the middle of a batch and take the neighbours with it."""
-        name = f"request {request.request_id}"
-        last_output = request.sampling.max_tokens if request.stop_after is None else request.stop_after
-        at_end = blocks_in_groups(request.stored_at_end, self.limits.most_blocks)
-        if self._scheduler.knows(request.request_id) or request.request_id in self._held:
-            raise EngineError(f"{name} is here already")
-        known = request.proposes and not request.hold and request.computed == len(request.tokens)
-        if not (0 <= request.computed < len(request.tokens) or known) or request.num_prompt == 0:
-            raise EngineError(
-                f"{name} has {request.computed} of {len(request.tokens)} tokens computed: nothing to sample from"
-            )
-        if request.fanout > 1 and not (request.hold and request.stop_after == 1 and request.num_output == 0):
-            raise EngineError(f"{name} fans out to {request.fanout} choices and doesn't end there")
-        if request.proposes and (request.sampling.logprobs is None or request.hold != (request.stop_after == 1)):
-            raise EngineError(f"{name} proposes an unknown number of tokens, or neither holds nor goes on")
-        if request.num_output and (self._scheduler.finish_reason(request) or request.num_output >= last_output):
-            raise EngineError(f"{name} has ended with the output it came with")
-        if not self._holds_enough(request):
-            stored = request.stored_at_end if request.hold else request.computed
-            needed = blocks_in_groups(stored, self.limits.most_blocks)
-            raise EngineError(f"{name} needs {needed} KV blocks and was lent {len(request.lease)}")
-        if at_end > self.pool.total:
-            raise EngineError(f"{name} needs {at_end} KV blocks to its end, and the pool has {self.pool.total}")
-
-    def _holds_enough(self, request: EngineRequest) -> bool:
-        if request.hold and not self._memory.holds(request.lease, blocks_for(request.stored_at_end)):
-            return False
-        return request.lease.reach >= blocks_for(request.computed)
+            self._flights.let_go(request)

@@ -151,8 +151,10 @@ class Memory:
     def look_again(self) -> None:
         """Lets prompts that wait to be computed have what became findable since they came."""
         for request in self._scheduler.requests:
+            if request.begun or request.ahead or request.root is None:
+                continue
             shared, most = request.lease.shared, (request.num_prompt - 1) // BLOCK_TOKENS
-            if request.root is None or request.begun or request.ahead or shared >= most:
+            if shared >= most:
                 continue
             if not request.hashes:
                 request.hashes = block_hashes(request.tokens, request.root, stop=most)
@@ -167,7 +169,9 @@ class Memory:
 
     def has_room(self, batch: list[Chunk]) -> bool:
         """True where there are blocks for all of the batch's tokens, and nobody has to give any up."""
-        missing = sum(chunk.request.lease.lacking(blocks_for(chunk.end)) for chunk in batch)
+        missing = 0
+        for chunk in batch:
+            missing += chunk.request.lease.lacking(blocks_for(chunk.end))
         return missing <= self._pool.free
 
     def make_room(self, batch: list[Chunk]) -> tuple[list[Chunk], tuple[RequestId, ...]]:
@@ -189,7 +193,9 @@ class Memory:
             elif not request.preempted:
                 without.add(request)
                 self._stalled = True
-        fitting = [chunk for chunk in batch if not chunk.request.preempted and chunk.request not in without]
+        fitting = batch
+        if without or preempted:
+            fitting = [chunk for chunk in batch if not chunk.request.preempted and chunk.request not in without]
         assert all(map(self._writable, fitting)), "a block that others can find or hold is never written"
         # Where somebody gave way, another may go on with that.
         self._stuck = None if fitting or preempted else self._situation
@@ -299,6 +305,11 @@ class Memory:
         preempted.append(victim.request_id)
 
     def _writable(self, chunk: Chunk) -> bool:
-        first, end = chunk.start // BLOCK_TOKENS, blocks_for(chunk.end)
-        blocks = [block for table in chunk.request.lease.tables for block in table[first:end]]
-        return first >= chunk.request.published and all(self._pool.refs(block) == 1 for block in blocks)
+        request, first, end = chunk.request, chunk.start // BLOCK_TOKENS, blocks_for(chunk.end)
+        if first < request.published:
+            return False
+        for table in request.lease.tables:
+            for block in table[first:end]:
+                if self._pool.refs(block) != 1:
+                    return False
+        return True

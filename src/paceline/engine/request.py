@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from paceline.engine.block_pool import BlockLease
 from paceline.engine.logits import Shaping
 from paceline.errors import EngineError
@@ -62,7 +64,7 @@ class EngineRequest:
     @property
     def remaining(self) -> int:
         """Tokens still to schedule before the next can be sampled; 1 while decoding."""
-        return self.target - self.scheduled
+        return len(self.tokens) + self.pending - self.computed - self.ahead
 
     @property
     def outputs_allowed(self) -> int:
@@ -83,7 +85,7 @@ class EngineRequest:
     @property
     def begun(self) -> bool:
         """True once something of it was computed, here or elsewhere, and not found."""
-        return self.num_output > 0 or self.reached > self.cached_tokens
+        return len(self.tokens) > self.num_prompt or self.reached > self.cached_tokens
 
     @property
     def stored_at_end(self) -> int:
@@ -125,23 +127,23 @@ class EngineRequest:
         return len(self.tokens) - self.num_prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """A request's share of one step: the `num_tokens` tokens from `start` on."""
+    """A request's share of one step: the `num_tokens` tokens from `start` on. Nothing of it changes.
+
+    It isn't declared frozen, since that makes it thrice as dear, and one is made for each request and step.
+    """
 
     request: EngineRequest
     start: int
     num_tokens: int
+    end: int = field(init=False)  # tokens stored once the step is done
     samples: bool = field(init=False)  # it reaches the request's last token as planned, and so yields the next
 
     def __post_init__(self) -> None:
+        self.end = self.start + self.num_tokens
         # Kept, since the target moves on while the step is in flight.
-        object.__setattr__(self, "samples", self.end == self.request.target)
-
-    @property
-    def end(self) -> int:
-        """Tokens stored once the step is done."""
-        return self.start + self.num_tokens
+        self.samples = self.end == self.request.target
 
     def launched(self) -> None:
         """The step that it is a part of is in flight."""
@@ -150,10 +152,12 @@ class Chunk:
 
     def retired(self) -> None:
         """The step is over: its KV is stored, and the token that it sampled is for the caller to append."""
-        self.request.ahead -= self.num_tokens
-        self.request.pending -= self.samples
-        self.request.computed = self.end
-        self.request.reached = max(self.request.reached, self.end)
+        request, end = self.request, self.end
+        request.ahead -= self.num_tokens
+        request.pending -= self.samples
+        request.computed = end
+        if end > request.reached:
+            request.reached = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +172,7 @@ class Sampled:
     scores: Sequence[tuple[int, TokenLogprob]] = ()  # of prompt tokens: which chunk's, in order
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What a step did for one request."""
 
     request_id: RequestId
@@ -189,5 +192,7 @@ class StepOutput:
 
     progress: list[Progress] = field(default_factory=list)
     num_tokens: int = 0  # computed in this step
-    preempted: tuple[RequestId, ...] = ()  # lost their blocks before it; they come back by themselves
+    preempted: tuple[
+        RequestId, ...
+    ] = ()  # lost their blocks, behind it if they were in it; they come back by themselves
     seconds: float = 0.0  # for which nothing but it was awaited

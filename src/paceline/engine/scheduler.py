@@ -139,14 +139,15 @@ class Scheduler:
     def next_batch(self) -> list[Chunk]:
         """The next step's chunks: first those one token short of sampling, then prompts in order, the last cut."""
         budget = self.token_budget
-        able = [request for request in self._requests.values() if self._goes_on(request)]
-        short = [request for request in able if request.remaining == 1]
-        prompts = [request for request in able if request.remaining > 1]
+        short: list[EngineRequest] = []
+        prompts: list[EngineRequest] = []
+        for request in self._requests.values():
+            remaining = request.remaining
+            if remaining and (not request.pending or self._goes_on(request)):
+                (short if remaining == 1 else prompts).append(request)
         # One place is a prompt's, however many decodes there are: they would never let it begin.
         places = self.max_requests - (1 if prompts and self.max_requests > 1 else 0)
         batch = [Chunk(request, request.scheduled, 1) for request in short[: min(budget, places)]]
-        if len(short) > len(batch):
-            self._to_the_back(chunk.request for chunk in batch)
         budget -= len(batch)
         for request in sorted(prompts, key=lambda request: request.rank):
             if budget == 0 or len(batch) == self.max_requests:
@@ -160,6 +161,10 @@ class Scheduler:
         """Notes that a step computes the batch, until `commit`."""
         for chunk in batch:
             chunk.launched()
+        if len(batch) >= min(self.token_budget, self.max_requests) - 1:
+            # Maybe there are more decodes than places: those served go to the back, so that all take turns.
+            for chunk in batch:
+                self._requests[chunk.request.request_id] = self._requests.pop(chunk.request.request_id)
 
     def commit(self, batch: Sequence[Chunk], sampled: Sampled) -> list[Progress]:
         """Enters a launched step's result: moves `computed`, appends tokens, and drops the requests that ended.
@@ -173,18 +178,19 @@ class Scheduler:
                 scores.append(score)
         for chunk in batch:
             chunk.retired()
-            first, entry = entry, entry + (chunk.request.fanout if chunk.samples else 0)
-            if chunk.request.ended:
+            request = chunk.request
+            first, entry = entry, entry + (request.fanout if chunk.samples else 0)
+            if request.ended:
                 continue
             if not chunk.samples:
-                progress.append(Progress(chunk.request.request_id, (), chunk.end, ended=False))
+                progress.append(Progress(request.request_id, (), chunk.end, ended=False))
                 continue
             done = self._fail(chunk) if first in sampled.bad else self._append(chunk, sampled, first)
             if done.ended:
-                chunk.request.ended = True
+                request.ended = True
                 del self._requests[done.request_id]
                 self.changes += 1
-            elif chunk.request.proposes:
+            elif request.proposes:
                 self._parked[done.request_id] = self._requests.pop(done.request_id)
                 self.changes += 1
             progress.append(done)
@@ -195,16 +201,14 @@ class Scheduler:
         return self._reason(request, request.tokens[-1], num_output=request.num_output)
 
     def _goes_on(self, request: EngineRequest) -> bool:
-        """True where there is something to compute that no token in flight can make useless for certain.
+        """True where a request whose latest token is in flight goes on, unless by that token it ends.
 
         One that shapes its logits must know the tokens before the one to draw, and one that proposes is not told yet.
         """
-        if not request.pending:
-            return request.remaining > 0
-        outputs = request.num_output + request.pending
-        ends = outputs >= request.outputs_allowed or request.num_prompt + outputs >= self._context_tokens
-        known = request.shaping is None and not request.proposes
-        return not ends and known and request.remaining > 0
+        if request.shaping is not None or request.proposes:
+            return False
+        target = request.target
+        return target < self._context_tokens and target - request.num_prompt < request.outputs_allowed
 
     def _reason(self, request: EngineRequest, token_id: int, *, num_output: int) -> FinishReason | None:
         return finish_reason(
@@ -223,8 +227,9 @@ class Scheduler:
             return self._fan_out(chunk, sampled, entry)
         request, token_id = chunk.request, sampled.token_ids[entry]
         request.tokens.append(token_id)
-        reason = self.finish_reason(request)
-        cut = request.stop_after is not None and request.num_output >= request.stop_after
+        num_output = len(request.tokens) - request.num_prompt
+        reason = self._reason(request, token_id, num_output=num_output)
+        cut = request.stop_after is not None and num_output >= request.stop_after
         logprob = sampled.logprobs[entry] if sampled.logprobs else None
         return Progress(
             request.request_id,
@@ -233,7 +238,7 @@ class Scheduler:
             ended=reason is not None or cut,
             finish_reason=reason,
             logprobs=() if logprob is None else (logprob,),
-            prompt_logprobs=tuple(request.scores or ()) if request.num_output == 1 else (),
+            prompt_logprobs=tuple(request.scores or ()) if num_output == 1 else (),
         )
 
     def _fan_out(self, chunk: Chunk, sampled: Sampled, entry: int) -> Progress:
@@ -275,8 +280,3 @@ class Scheduler:
     @property
     def _parked_with_blocks(self) -> Iterable[EngineRequest]:
         return (request for request in self._parked.values() if not request.preempted)
-
-    def _to_the_back(self, served: Iterable[EngineRequest]) -> None:
-        """More decodes than budget take turns."""
-        for request in served:
-            self._requests[request.request_id] = self._requests.pop(request.request_id)
