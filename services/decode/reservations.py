@@ -71,6 +71,7 @@ class Reservations(Generic[B]):
     ) -> None:
         self._allocate = allocate
         self._live: dict[ReservationId, Reservation[B]] = {}
+        self._in_state: Counter[State] = Counter()  # how many of them
         self._timers: Timers[ReservationId] = Timers()
         self._quarantine: Quarantine[B] = Quarantine(pool_blocks, alarm_s=alarm_s, drain_fraction=drain_fraction)
         self._patience = patience
@@ -95,7 +96,7 @@ class Reservations(Generic[B]):
 
     def count(self, *states: State) -> int:
         """Live reservations in any of these states."""
-        return sum(r.state in states for r in self._live.values())
+        return sum(self._in_state[state] for state in states)
 
     @property
     def outstanding(self) -> bool:
@@ -174,12 +175,16 @@ class Reservations(Generic[B]):
             self.ignored[step.ignored] += 1
         if step.after is None:
             del self._live[record.id]
+            self._in_state[record.state] -= 1
             self._timers.cancel(record.id)
         else:
             self._store(step.after)
         return self._carry_out(step, record, now)
 
     def _store(self, record: Reservation[B]) -> None:
+        if (before := self._live.get(record.id)) is not None:
+            self._in_state[before.state] -= 1
+        self._in_state[record.state] += 1
         self._live[record.id] = record
         if record.deadline is None:
             self._timers.cancel(record.id)

@@ -113,10 +113,7 @@ class RunningChoices:
         others = any(each.finish is None for each in request.choices if each is not answer)
         if answer.finish is not None or not others:
             return
-        if answer.running is not None:
-            if request.prompt_alone:  # it runs under the first one's name
-                answer.finish = FinishReason.CANCELLED
-                return
+        if answer.running is not None and not request.prompt_alone:  # the prompt runs under the first one's name
             self._engine.abort(answer.running)
             self._stopped(request, command.choice)
         self._choice_over(command.reservation_id, command.choice, FinishReason.CANCELLED)

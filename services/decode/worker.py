@@ -128,7 +128,9 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
             load, waiting=load.waiting + reserved, quarantined_blocks=self._reservations.quarantined_blocks
         )
 
-    def report(self, activity: Activity, events: tuple[DecodeEvent, ...], kv: tuple[KvChange, ...]) -> DecodeReport:
+    def report(
+        self, load: WorkerLoad, activity: Activity, events: tuple[DecodeEvent, ...], kv: tuple[KvChange, ...]
+    ) -> DecodeReport:
         """This round's message."""
         ignored = Counter({cause.value: number for cause, number in self._reservations.ignored.items()})
         new, self._ignored = ignored - self._ignored, ignored
@@ -136,7 +138,7 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
         over, self._ended = ended - self._ended, ended
         states = {state.value: self._reservations.count(state) for state in State if state is not State.ENDED}
         return DecodeReport(
-            load=self.load,
+            load=load,
             activity=activity,
             reservations=states,
             ignored=dict(new),
@@ -246,17 +248,17 @@ class DecodeLoop(EngineLoop[DecodeCommand, DecodeEvent]):
 
     def stepped(self, output: StepOutput) -> None:
         """Tells the reservations how far their requests have come, and passes on what the choices say."""
-        for request_id in output.preempted:
-            reservation = self._choices.owner(request_id)
-            assert reservation is not None, "the engine preempts live requests only"
-            record = self._reservations.get(reservation)
-            if record is not None and record.state is not State.LOCAL:  # computed here before, and so again
-                self._feed(Preempted(reservation))
         for done in output.progress:
             # Whose sibling has failed in this very step is gone.
             if (reservation := self._choices.owner(done.request_id)) is not None:
                 self._advance(reservation, self._requests[reservation], done)
                 self._choices.progressed(done)
+        # They lost their blocks behind the step that is told of, if they were in it.
+        for request_id in output.preempted:
+            reservation = self._choices.owner(request_id)
+            record = None if reservation is None else self._reservations.get(reservation)
+            if record is not None and record.state is not State.LOCAL:  # computed here before, and so again
+                self._feed(Preempted(record.id))
 
     def expire(self, now: float) -> None:
         """The reservations' timers."""

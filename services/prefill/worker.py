@@ -68,9 +68,11 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         """The engine's."""
         return self.engine.load
 
-    def report(self, activity: Activity, events: tuple[PrefillEvent, ...], kv: tuple[KvChange, ...]) -> PrefillReport:
+    def report(
+        self, load: WorkerLoad, activity: Activity, events: tuple[PrefillEvent, ...], kv: tuple[KvChange, ...]
+    ) -> PrefillReport:
         """This round's message."""
-        return PrefillReport(load=self.load, activity=activity, events=events, kv=kv)
+        return PrefillReport(load=load, activity=activity, events=events, kv=kv)
 
     # Commands
 

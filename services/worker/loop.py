@@ -122,8 +122,10 @@ class EngineLoop(ABC, Generic[Command, Event]):
         """The load as it is now."""
 
     @abstractmethod
-    def report(self, activity: Activity, events: tuple[Event, ...], kv: tuple[KvChange, ...]) -> msgspec.Struct:
-        """This round's message to the front. `kv` is what has changed in the prefix cache."""
+    def report(
+        self, load: WorkerLoad, activity: Activity, events: tuple[Event, ...], kv: tuple[KvChange, ...]
+    ) -> msgspec.Struct:
+        """This round's message to the front. `load` is as it is now, `kv` what has changed in the prefix cache."""
 
     def run(self) -> None:
         """Until the front is gone."""
@@ -200,7 +202,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         events, self.events = tuple(self.events), []
         kv = self.engine.pool.cache.take_changes()
         if events or kv or activity is not IDLE or load != self._reported or self._pinged:
-            self._link.send(self.report(activity, events, kv))
+            self._link.send(self.report(load, activity, events, kv))
             self._reported = load
             self._pinged = False
         else:

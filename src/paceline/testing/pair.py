@@ -77,8 +77,10 @@ class Pair:
         decode_blocks: int = 64,
         prefix_cache: bool = True,
         model: str = "dummy:tiny",
+        overlapped: bool = False,
         **settings: Any,
     ) -> None:
+        """Steps are `overlapped` as on a GPU: each is launched before the one before it has told its tokens."""
         self.hub = Hub()
         shared: dict[str, Any] = {
             "model": model,
@@ -95,6 +97,9 @@ class Pair:
         self._prefill_link, self._decode_link = MemoryLink(), MemoryLink()
         prefill_host = build(prefill_config, self.prefill_key, hub=self.hub)
         decode_host = build(decode_config, self.decode_key, hub=self.hub)
+        for host in (prefill_host, decode_host):
+            assert not (overlapped and host.engine.groups.windowed), "windows are planned for with the depth"
+            host.engine.runner.depth = int(overlapped)
         self.fingerprint = decode_host.ready.fingerprint
         self.prefill = PrefillLoop(prefill_host, self._prefill_link, prefill_config)
         self.decode = DecodeLoop(decode_host, self._decode_link, decode_config)
@@ -212,14 +217,19 @@ class Pair:
         """Until a reservation is landed, and has not run; fails if that takes too many rounds."""
         for _ in range(most):
             self.pump()
-            if self._decode_link.reservations.get("landed"):
+            if self.reservations.get("landed"):
                 return
-        raise AssertionError(f"nothing landed in {most} rounds: {self._decode_link.reservations}")
+        raise AssertionError(f"nothing landed in {most} rounds: {self.reservations}")
 
     def take_ended(self) -> list[tuple[str, str, int]]:
         """Removes and returns the ends of reservations: state before, cause, number."""
         ended, self._decode_link.ended = self._decode_link.ended, []
         return ended
+
+    @property
+    def reservations(self) -> dict[str, int]:
+        """Reservations by their state, as the decode engine has reported them last."""
+        return self._decode_link.reservations
 
     @property
     def idle(self) -> bool:

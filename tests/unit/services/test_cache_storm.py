@@ -74,12 +74,12 @@ def undisturbed(folder: Path, asked: dict[str, Asked]) -> dict[tuple[str, int], 
     return told(pair)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_request_gets_the_tokens_of_an_undisturbed_run(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "overlapped"), [(0, False), (1, False), (0, True)])
+def test_every_request_gets_the_tokens_of_an_undisturbed_run(tmp_path: Path, seed: int, overlapped: bool) -> None:
     chance = random.Random(seed)
     asked = requests(chance)
     expected = undisturbed(tmp_path, asked)
-    pair = Pair(tmp_path, prefill_blocks=40, decode_blocks=BLOCKS)
+    pair = Pair(tmp_path, prefill_blocks=40, decode_blocks=BLOCKS, overlapped=overlapped)
     waiting, live, handed = list(asked), set[str](), set[str]()
     ends: dict[str, Over] = {}
     for _ in range(40_000):

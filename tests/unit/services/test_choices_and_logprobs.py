@@ -168,6 +168,7 @@ def test_one_choice_can_be_ended_and_the_others_stay_as_they_are(pair: Pair, rou
     sampling = msgspec.structs.replace(DRAWN, n=3)
     plain = {choice: ids(events) for choice, events in serve(pair, PROMPT, sampling, local=True).items()}
     pair.over("r")
+    pair.take_decode(ChoiceOver)
     pair.reserve("r", PROMPT, sampling, local=True)
     pair.pump(rounds)
     pair.tell_decode(EndChoice(reservation_id=ReservationId("r"), choice=0))
@@ -177,6 +178,9 @@ def test_one_choice_can_be_ended_and_the_others_stay_as_they_are(pair: Pair, rou
         told.setdefault(event.choice, []).extend(event.ids)
     assert {choice: told[choice] for choice in (1, 2)} == {choice: plain[choice] for choice in (1, 2)}
     assert told.get(0, []) == plain[0][: len(told.get(0, []))]
+    ends = {event.choice: event.finish for event in pair.take_decode(ChoiceOver)}
+    first = FinishReason.CANCELLED if rounds < 8 else FinishReason.LENGTH  # it had ended by itself
+    assert ends == {0: first, 1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
     assert pair.over("r").completion_tokens == sum(map(len, told.values()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,30 @@ def test_requests_that_make_room_give_the_tokens_of_an_undisturbed_run(tmp_path:
         "c": (150, 0),
     }
     assert pair.decode.engine.stats.prefix_queried_tokens == 6 * 40
+
+
+def test_who_makes_room_behind_a_step_that_is_told_of_is_to_be_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(tmp_path, decode_blocks=14, watermark=1.0, overlapped=True)
+    step, outputs = pair.decode.engine.step, list[StepOutput]()
+
+    def watched_step(*, tick: Callable[[], None]) -> StepOutput:
+        outputs.append(step(tick))
+        return outputs[-1]
+
+    monkeypatch.setattr(pair.decode.engine, "step", watched_step)
+    sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    for name in "ab":
+        pair.reserve(name, PROMPT[:40], sampling, local=True)
+    for _ in range(200):
+        pair.pump()
+        if outputs[-1].preempted:
+            break
+    assert outputs[-1].preempted == ("b",)
+    assert "b" in {done.request_id for done in outputs[-1].progress}
+    assert {state: count for state, count in pair.reservations.items() if count} == {"local": 1, "running": 1}
+    pair.pump_until_idle()
 
 
 def test_a_request_with_a_writer_is_never_preempted(tmp_path: Path) -> None:

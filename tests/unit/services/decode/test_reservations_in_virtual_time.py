@@ -375,6 +375,8 @@ class VirtualTime(RuleBasedStateMachine):
     @invariant()
     def every_reservation_ends_once_and_the_counters_add_up(self) -> None:
         assert self.all.created == len(self.sizes) == len(self.all) + self.all.ended.total()
+        states = [record.state for name in self.sizes if (record := self.all.get(name)) is not None]
+        assert [self.all.count(state) for state in State] == [states.count(state) for state in State]
         assert all(self.ended[name] == (name not in self.all) for name in self.sizes)
         assert all(count == 1 for count in self.alarms.values())
 
