@@ -192,7 +192,5 @@ class StepOutput:
 
     progress: list[Progress] = field(default_factory=list)
     num_tokens: int = 0  # computed in this step
-    preempted: tuple[
-        RequestId, ...
-    ] = ()  # lost their blocks, behind it if they were in it; they come back by themselves
+    preempted: tuple[RequestId, ...] = ()  # lost their blocks, behind it or before; they come back by themselves
     seconds: float = 0.0  # for which nothing but it was awaited

@@ -128,14 +128,14 @@ def test_a_beam_search_finds_the_same(name: str, triton_backend: None, device: t
 @pytest.fixture
 def runner(triton_backend: None, device: torch.device) -> GraphRunner:
     weights = load(resolve("dummy:tiny", cache_dir=Path("unused")), TINY, dtype=torch.float32, device=device, seed=3)
-    made = GraphRunner(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS)
+    runner = GraphRunner(TINY, weights, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS)
     if device.type == "cuda":
-        made.capture()
-    return made
+        runner.capture()
+    return runner
 
 
 def over(runner: GraphRunner) -> Engine:
-    return Engine(TINY, None, num_blocks=BLOCKS, token_budget=BUDGET, max_requests=REQUESTS, runner=runner)
+    return made(TINY, runner, runner.model.weights)
 
 
 def start(engine: Engine, name: str, prompt: list[int], **wishes: Any) -> None:
