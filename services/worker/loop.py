@@ -1,8 +1,8 @@
 """The engine process's loop: commands in, a step, transfers, timers, one report out.
 
 It owns the engine, the pool and the transfer agent, on one thread. While a write is under way or awaited it comes round
-at most 200 us apart, and between the layers of a step it polls the transfers; otherwise it sleeps on its sockets, so
-that an idle worker costs no CPU.
+at most 200 us apart (2 ms after long silence), and between the layers of a step it polls the transfers; otherwise it
+sleeps on its sockets, so that an idle worker costs no CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from paceline.types import WorkerLoad
 
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 POLL_S: Final = 200e-6
-"""Longest time between two polls while a write is under way or awaited."""
+"""Longest time between two polls while a write of ours is under way, or one is awaited that may come at any moment."""
+SILENT_POLL_S: Final = 2e-3
+"""Longest time between two polls while a write is awaited of which nothing has been heard for long."""
 
 DEVICE_POLL_S: Final = 50e-6
 """Time between two looks at a step that the device computes, when there is nothing to launch beside it."""
@@ -75,6 +77,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         self._deferred: list[Command | Ping] = []  # came during a step, and wait for its end
         self._device_busy = False  # the last step had nothing to do but to wait
         self._woken = False  # by a peer
+        self._stirred_at = time.monotonic()  # when a command or anything of a peer's came last
         self._reported: object = None
         self._pinged = False
 
@@ -137,7 +140,10 @@ class EngineLoop(ABC, Generic[Command, Event]):
     def round(self) -> None:
         """Once through everything there is to do now; never waits."""
         deferred, self._deferred = self._deferred, []
-        for command in [*deferred, *self._link.receive_all()]:
+        commands = [*deferred, *self._link.receive_all()]
+        if commands:
+            self._stirred_at = time.monotonic()
+        for command in commands:
             if isinstance(command, Ping):
                 self._pinged = True
             else:
@@ -186,6 +192,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
             pending.append(self.agent.poll())
         for events in pending:
             if events:
+                self._stirred_at = time.monotonic()
                 self.transferred(events)
                 activity = msgspec.structs.replace(
                     activity,
@@ -214,8 +221,10 @@ class EngineLoop(ABC, Generic[Command, Event]):
             timeout: float | None = 0.0
         elif self.engine.in_flight:
             timeout = DEVICE_POLL_S
-        elif self.agent.busy or self.awaiting:
+        elif self.agent.busy:
             timeout = POLL_S
+        elif self.awaiting:
+            timeout = poll_interval(time.monotonic() - self._stirred_at)
         else:
             deadline = self.next_deadline()
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -226,6 +235,15 @@ class EngineLoop(ABC, Generic[Command, Event]):
         readable, _, _ = select.select([self._link.file_descriptor, sys.stdin, *by_peers], [], [], timeout)
         self._woken = wake in readable
         return sys.stdin in readable  # nothing ever comes through the pipe but its end
+
+
+def poll_interval(silence_s: float) -> float:
+    """Seconds until the next poll for an awaited write, `silence_s` after anything was last heard.
+
+    The writer is computing: looking every 200 us took a third of a core from it on a machine that both share. What has
+    been silent for long may be found late by a sixty-fourth of that.
+    """
+    return min(SILENT_POLL_S, max(POLL_S, silence_s / 64))
 
 
 def _writes(events: AgentEvents) -> tuple[tuple[int, float], ...]:
