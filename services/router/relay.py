@@ -175,8 +175,8 @@ class Relay:
             finish=summary.reason.value,
             prompt_tokens=summary.usage.prompt_tokens,
             completion_tokens=summary.usage.completion_tokens,
-            prefill=str(summary.prefill_worker),
-            decode=str(summary.decode_worker),
+            prefill=summary.prefill_worker and str(summary.prefill_worker),
+            decode=summary.decode_worker and str(summary.decode_worker),
             first_token_ms=round(summary.first_token_s * 1e3, 1),
             total_ms=round(summary.total_s * 1e3, 1),
         )

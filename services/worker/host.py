@@ -70,7 +70,7 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
         dtype=getattr(torch, dtype),
         device=compute_device,
         seed=config.seed,
-        progress=_told_now_and_then("weights loaded"),
+        progress=_told_now_and_then("loading weights"),
     )
     engine = _engine(config, shape, tensors)
     pool = engine.runner.pool
@@ -115,7 +115,7 @@ def _engine(config: WorkerConfig, shape: ModelConfig, tensors: weights.Weights) 
             token_budget=config.step_tokens,
             max_requests=config.step_requests,
             fraction=config.memory_fraction,
-            progress=_told_now_and_then("graphs captured"),
+            progress=_told_now_and_then("capturing graphs"),
         )
         num_blocks = runner.pool.shape[0]
     return Engine(

@@ -104,3 +104,20 @@ def test_a_client_that_pings_often_keeps_its_stream_through_a_long_silence() -> 
                 lambda: client.complete([3] * 20, max_tokens=2, ignore_eos=True).finish.prefill_worker is not None,
                 "a prompt for the prefill worker",
             )
+
+
+def test_a_cluster_that_stops_takes_nothing_new_and_finishes_what_it_has() -> None:
+    with Cluster.start(1, 1, pool_blocks=512, grace_s=40.0) as cluster:
+        answers = Answers(cluster, 2)
+        stopping = threading.Thread(target=cluster.stop)
+        stopping.start()
+        wait_for(lambda: refused_at_once(cluster), "a refusal", timeout=20.0)
+        answers.wait()
+        stopping.join(60.0)
+    assert [type(end) for end in answers.ends] == [Completion, Completion]
+
+
+def refused_at_once(cluster: Cluster) -> bool:
+    """Whether a new request is told so, rather than served or held."""
+    asked = time.monotonic()
+    return isinstance(new_request(cluster), PacelineError) and time.monotonic() - asked < 5.0

@@ -93,12 +93,16 @@ def _add_role(commands: _Commands[argparse.ArgumentParser], role: str, text: str
     command.set_defaults(handler=roles.run)
 
 
+def _named_router() -> str:
+    # Workers may be given several.
+    return os.environ.get("PACELINE_ROUTER", "").partition(",")[0].strip() or DEFAULT_ROUTER
+
+
 def _add_router_address(command: argparse.ArgumentParser) -> None:
-    named = os.environ.get("PACELINE_ROUTER", "").partition(",")[0].strip()  # workers may be given several
     command.add_argument(
         "--router",
         type=_router_address,
-        default=named or DEFAULT_ROUTER,
+        default=_named_router(),
         metavar="HOST:PORT",
         help=f"router to talk to; $PACELINE_ROUTER, else {DEFAULT_ROUTER}",
     )
@@ -188,9 +192,16 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
     command = _command(commands, "health", "exit with 0 if the server is serving, else with 1")
-    command.add_argument("address", type=_server_address, metavar="HOST:PORT")
+    command.add_argument(
+        "address",
+        nargs="?",
+        type=_server_address,
+        default=_named_router(),
+        metavar="HOST:PORT",
+        help=f"server to ask; $PACELINE_ROUTER, else {DEFAULT_ROUTER}",
+    )
     command.add_argument("--service", default="", help="one gRPC service; all by default")
-    command.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS")
+    command.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="3 by default")
     command.set_defaults(handler=look.health)
 
 

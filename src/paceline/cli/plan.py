@@ -89,7 +89,7 @@ def _spec(name: str, config: UpConfig, own: Mapping[str, object], sources: Sourc
     command = [sys.executable, "-P", "-m", "paceline.cli", role, f"--die-with-parent={parent}"]
     if sources.file is not None:
         command.append(f"--config={sources.file.absolute()}")
-    return RoleSpec(name=name, command=(*command, *flags_for(cls, given)), stops_last=role == ROUTER)
+    return RoleSpec(name=name, command=(*command, *flags_for(cls, given)), stops_last=role != ROUTER)
 
 
 def _handed_on(config: UpConfig, cls: type[CommonConfig], sources: Sources) -> dict[str, object]:

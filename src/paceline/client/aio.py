@@ -114,6 +114,7 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
         """Streams the next turn of a conversation, which the model's own template renders."""
+        convert.check_messages(messages)
         return self._stream(messages, request_id, timeout, model, priority, cache_salt, sampling)
 
     async def complete(

@@ -94,10 +94,16 @@ def generate_request(
 
 def _set_prompt(request: router_pb2.GenerateRequest, prompt: Prompt | Sequence[types.Message]) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = _sendable("prompt", prompt)
     elif prompt and all(isinstance(turn, types.Message) for turn in prompt):
         turns = [turn for turn in prompt if isinstance(turn, types.Message)]
-        request.chat.messages.extend(router_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns)
+        request.chat.messages.extend(
+            router_pb2.ChatMessage(
+                role=_sendable(f"role of message {index}", turn.role),
+                content=_sendable(f"content of message {index}", turn.content),
+            )
+            for index, turn in enumerate(turns)
+        )
     else:
         # An empty list travels as an empty prompt, so that the router has the one say on it.
         request.tokens.SetInParent()
@@ -106,6 +112,24 @@ def _set_prompt(request: router_pb2.GenerateRequest, prompt: Prompt | Sequence[t
             request.tokens.ids.extend(cast(Sequence[int], prompt))
         except (TypeError, ValueError) as error:
             raise _wrong_token_id(prompt) from error
+
+
+def check_messages(messages: object) -> None:
+    """Raises InvalidRequest for what is no list of Messages: a text, or dictionaries, say."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidRequest("messages", f"{quote(messages)} is not a list of Messages: Message(role, content)")
+    for index, turn in enumerate(messages):
+        if not isinstance(turn, types.Message):
+            raise InvalidRequest("messages", f"{quote(turn)} at index {index} is not a Message(role, content)")
+
+
+def _sendable(field: str, text: str) -> str:
+    """The text. Raises InvalidRequest where it has halves of characters, as bytes that are not UTF-8 become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"is not UTF-8 at character {error.start}") from error
+    return text
 
 
 def _wrong_token_id(prompt: Sequence[object]) -> InvalidRequest:

@@ -112,6 +112,7 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """Streams the next turn of a conversation, which the model's own template renders."""
+        convert.check_messages(messages)
         return self._stream(messages, request_id, timeout, model, priority, cache_salt, sampling)
 
     def complete(

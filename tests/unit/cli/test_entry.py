@@ -185,6 +185,7 @@ def test_an_address_that_is_none_is_refused_before_anything_is_sent(
 def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_ROUTER", "")
     assert parser().parse_args(["status"]).router == DEFAULT_ROUTER
+    assert parser().parse_args(["health"]).address == DEFAULT_ROUTER
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPa
         (["generate", "Hi", "--tokens", "1"], "not allowed with"),
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
-        (["health"], "HOST:PORT"),
+        (["health", "--timeout", "soon"], "invalid float value: 'soon'"),
         (["status", "--watch", "--json"], "not allowed with"),
     ],
 )

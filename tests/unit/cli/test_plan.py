@@ -46,7 +46,7 @@ def router(of: Plan) -> RouterConfig:
 def test_every_role_gets_a_name_and_the_routers_address_and_workers_choose_their_ports(tmp_path: Path) -> None:
     made = plan(tmp_path, port=0, prefill=2, decode=2)
     assert [role.name for role in made.roles] == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
-    assert [role.stops_last for role in made.roles] == [True, False, False, False, False]
+    assert [role.stops_last for role in made.roles] == [False, True, True, True, True]
     configs = [settings(made, role.name) for role in made.roles]
     ports = [config.port for config in configs if isinstance(config, RouterConfig | PrefillConfig | DecodeConfig)]
     assert ports[0] != 0

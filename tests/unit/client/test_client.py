@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -80,8 +82,26 @@ def test_text_token_ids_and_chats_travel_as_what_they_are(client: Client, router
 
 
 @pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ("Hi", "messages: 'Hi' is not a list of Messages"),
+        ([{"role": "user", "content": "Hi"}], "at index 0 is not a Message"),
+        ([Message("user", "Hi"), ("user", "Hi")], "at index 1 is not a Message"),
+        ([Message("user", "caf\udce9")], "content of message 0: is not UTF-8 at character 3"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_and_not_sent_as_something_else(
+    client: Client, router: ScriptedRouter, messages: Any, named: str
+) -> None:
+    with pytest.raises(errors.InvalidRequest, match=re.escape(named)):
+        client.chat(messages)
+    assert not router.requests
+
+
+@pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"prompt": "caf\udce9"}, "prompt: is not UTF-8 at character 3"),
         ({"prompt": [1, -5]}, "prompt: id -5 at index 1"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens: -1 is not accepted"),
         ({"prompt": "x", "temperature": "warm"}, "temperature: 'warm' is not accepted"),
