@@ -27,6 +27,7 @@ _FLAGS: Final = (
 )
 _X86_FLAGS: Final = ("-mprefer-vector-width=512",)  # other processors' compilers refuse it
 _COMPILE_S: Final = 60.0
+_SEAL_BYTES: Final = 32
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -107,6 +108,7 @@ def flags_for(machine: str) -> tuple[str, ...]:
 
 def _opened(path: Path) -> ctypes.CDLL:
     _check_own(path)
+    _check_whole(path)
     # OpenMP's functions are not linked: they are those of the runtime that torch has loaded for everybody.
     found = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
@@ -132,11 +134,26 @@ def _check_own(path: Path) -> None:
         raise PermissionError(f"others could write to {path}: it is user {status.st_uid}'s, with mode {mode:04o}")
 
 
+def _check_whole(path: Path) -> None:
+    """Raises OSError for what `_compile` did not leave so: loading a file that was cut off would end the process."""
+    if not path.is_file():  # reading a pipe would wait
+        raise OSError(f"{path} is no file")
+    contents = path.read_bytes()
+    if hashlib.sha256(contents[:-_SEAL_BYTES]).digest() != contents[-_SEAL_BYTES:]:
+        raise OSError(f"{path} is damaged")
+
+
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         _run(compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled))
         _run(compiler, "-shared", str(compiled), "-o", str(linked), "-lm")
+        # A seal behind the code, which the loader does not look at.
+        with linked.open("r+b") as file:
+            seal = hashlib.sha256(file.read()).digest()
+            file.write(seal)
+            file.flush()
+            os.fsync(file.fileno())
         linked.chmod(0o600)  # whatever the umask says
         linked.replace(path)  # another process may do the same at this moment: either file is right
 

@@ -84,7 +84,8 @@ class PairTests:
             if not self._worker.registration.knows(peer.key):
                 return  # that life is over
             try:
-                speed = await asyncio.wait_for(self._measure(peer, number), _TIMEOUT_S)
+                async with asyncio.timeout(_TIMEOUT_S):
+                    speed = await self._measure(peer, number)
             except FingerprintMismatch as error:
                 _log.warning("pair does not fit", decode=str(peer.key), error=error.message)
                 return

@@ -90,7 +90,8 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            return await asyncio.wait_for(self.wait(), _KILL_AFTER_S)
+            async with asyncio.timeout(_KILL_AFTER_S):
+                return await self.wait()
         except TimeoutError:
             self._process.kill()
             return await self.wait()

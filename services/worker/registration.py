@@ -8,6 +8,7 @@ each other only after each found the other here, never on a client's word.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -159,12 +160,11 @@ class _RouterLink:
             except grpc.RpcError as error:
                 if self._failed(wire.error_from_rpc(error)):
                     interval_s = None
-            try:
-                await asyncio.wait_for(
-                    self.due.wait(), _RETRY_S if self._failures or interval_s is None else interval_s
-                )
-            except TimeoutError:
-                continue
+            pause_s = _RETRY_S if self._failures or interval_s is None else interval_s
+            # Not `wait_for`, which in Python 3.11 loses a cancellation that comes with what is waited for.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self.due.wait()
 
     async def _register(self) -> float:
         answer = await self._stub.Register(self._registration.registering(), timeout=_CALL_TIMEOUT_S)

@@ -101,7 +101,8 @@ class Fleet:
                 child.stdin.close()
         for child in self._children:
             try:
-                await asyncio.wait_for(child.wait(), _EXIT_S)
+                async with asyncio.timeout(_EXIT_S):
+                    await child.wait()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()

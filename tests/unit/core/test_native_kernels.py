@@ -87,6 +87,28 @@ def test_a_file_that_is_damaged_or_that_others_could_write_is_made_anew(
 
 @needs_compiler
 @pytest.mark.usefixtures("hastily")
+def test_a_file_that_was_cut_off_is_made_anew_and_never_loaded(tmp_path: Path) -> None:
+    """Loading it would be answered by SIGBUS, at every start."""
+    whole = kept(tmp_path / "elsewhere").path
+    spoilt = tmp_path / "kernels" / whole.name
+    spoilt.parent.mkdir()
+    spoilt.write_bytes(whole.read_bytes()[:-4096])
+    assert kept(spoilt.parent).path == spoilt
+    assert spoilt.stat().st_size == whole.stat().st_size
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hastily")
+def test_a_pipe_in_its_place_is_made_anew(tmp_path: Path) -> None:
+    pipe = tmp_path / "kernels" / kept(tmp_path / "elsewhere").path.name
+    pipe.parent.mkdir()
+    os.mkfifo(pipe, 0o600)
+    assert kept(pipe.parent).path == pipe
+    assert pipe.is_file()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hastily")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_nothing_is_loaded_from_another_users_folder(tmp_path: Path) -> None:
     there = kept(tmp_path)

@@ -113,3 +113,16 @@ async def test_a_peer_that_nobody_knows_or_that_was_replaced_is_stale(registered
         await registration.resolve(WorkerKey("decode-0", 6))
     with pytest.raises(StaleEpoch, match="not registered"):
         await registration.resolve(WorkerKey("decode-9", 1))
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_it_closes_also_where_a_hurried_beat_is_about_to_leave(registered: Registered, turns: int) -> None:
+    """In Python 3.11 `wait_for` lost the cancellation, and the worker beat on for ever."""
+    router, registration, _ = registered
+    await router.hear()
+    await asyncio.sleep(0.02)  # it has its answer by then, and waits to beat again
+    registration.hurry()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await registration.close()
