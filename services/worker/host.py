@@ -23,7 +23,7 @@ from paceline.config import WorkerConfig
 from paceline.engine import device, weights
 from paceline.engine.engine import Engine
 from paceline.engine.stats import EngineStats
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, StartupError
 from paceline.kernels import native
 from paceline.kvtransfer import transports
 from paceline.kvtransfer.agent import SETTLE_S, TransferAgent
@@ -118,16 +118,24 @@ def _engine(config: WorkerConfig, shape: ModelConfig, tensors: weights.Weights) 
             progress=_told_now_and_then("capturing graphs"),
         )
         num_blocks = runner.pool.shape[0]
-    return Engine(
-        shape,
-        tensors,
-        num_blocks=num_blocks,
-        token_budget=config.step_tokens,
-        max_requests=config.step_requests,
-        prefix_cache=config.prefix_cache,
-        watermark=config.watermark,
-        runner=runner,
-    )
+    try:
+        return Engine(
+            shape,
+            tensors,
+            num_blocks=num_blocks,
+            token_budget=config.step_tokens,
+            max_requests=config.step_requests,
+            prefix_cache=config.prefix_cache,
+            watermark=config.watermark,
+            runner=runner,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if config.on_gpu:
+            raise
+        size = num_blocks * KvLayout.of(shape, dtype="float32").block_bytes / device.GIB
+        raise StartupError(
+            f"pool_blocks: {config.pool_blocks} KV blocks take up to {size:.1f} GiB of memory, which cannot be had"
+        ) from error
 
 
 def _told_now_and_then(event: str) -> Callable[[int, int], None]:
