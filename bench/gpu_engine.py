@@ -13,16 +13,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
 
-from gpu_timing import seconds
-from paceline.checkpoint import read_config, resolve
+from gpu_timing import event, seconds
+from paceline.checkpoint import ModelConfig, read_config, resolve
 from paceline.engine import weights
 from paceline.engine.device import create_runner, open_device
 from paceline.engine.engine import Engine
+from paceline.engine.graph_runner import GraphRunner
 from paceline.types import RequestId, SamplingParams
 
 BATCHES: Final = (1, 8, 32, 64, 128, 256)
@@ -56,8 +57,11 @@ class Row:
 class Bench:
     """One engine, whose steps are timed."""
 
-    def __init__(self, engine: Engine, *, weight_bytes: int, copy_bytes_s: float, flops: float) -> None:
+    def __init__(
+        self, engine: Engine, config: ModelConfig, *, weight_bytes: int, copy_bytes_s: float, flops: float
+    ) -> None:
         self.engine = engine
+        self._config = config
         self.rows: list[Row] = []
         self._weight_bytes = weight_bytes
         self._bandwidth = copy_bytes_s
@@ -104,7 +108,7 @@ class Bench:
         self._add("prefill", 1, length, [best], best, floor, [0.0])
 
     def _flops_of(self, length: int) -> float:
-        config = self.engine.runner.model.config  # type: ignore[attr-defined]
+        config = self._config
         dense = 2 * (self._weight_bytes / 2 - config.vocab_size * config.hidden_size) * length
         attention = 2 * 2 * config.num_layers * config.num_heads * config.head_dim * length * length / 2
         return float(dense + attention / 0.7)
@@ -127,18 +131,15 @@ class Bench:
         return walls, hosts
 
     def _device_seconds(self) -> float:
-        """Replays the last step's graph back to back; 0 where there is none."""
-        runner = self.engine.runner
-        shape = getattr(runner, "last_shape", None)
-        graphs = getattr(runner, "_graphs", {})
-        if shape not in graphs:
-            return 0.0
-        begin, end = _event(), _event()
+        """Replays the last step's graph back to back."""
+        assert isinstance(self.engine.runner, GraphRunner), "a GPU's engine has graphs"
+        graph = self.engine.runner.last_graph
+        begin, end = event(), event()
         for _ in range(3):
-            graphs[shape].graph.replay()
+            graph.replay()
         begin.record()
         for _ in range(20):
-            graphs[shape].graph.replay()
+            graph.replay()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 20e3
@@ -146,14 +147,11 @@ class Bench:
     def profile(self, batch: int, context: int) -> None:
         """Prints what the kernels of such a decode step take."""
         self.decode(batch, context)
-        runner = self.engine.runner
-        shape = getattr(runner, "last_shape", None)
-        graph = getattr(runner, "_graphs", {}).get(shape)
-        if graph is None:
-            return
+        assert isinstance(self.engine.runner, GraphRunner), "a GPU's engine has graphs"
+        graph = self.engine.runner.last_graph
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             for _ in range(10):
-                graph.graph.replay()
+                graph.replay()
             torch.cuda.synchronize()
         for kernel in sorted(found.key_averages(), key=lambda each: -each.self_device_time_total)[:14]:
             print(
@@ -195,10 +193,6 @@ def matrix_flops(device: torch.device) -> float:
     """Operations a second of a large bfloat16 product of random numbers."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / seconds(lambda: left @ right, device, capture=False)
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -244,7 +238,7 @@ def main() -> None:
     )
     # Of the embedding a step reads a row a token alone.
     read = loaded.nbytes - (0 if config.tied_embeddings else loaded.embed.nbytes)
-    bench = Bench(engine, weight_bytes=read, copy_bytes_s=copy, flops=flops)
+    bench = Bench(engine, config, weight_bytes=read, copy_bytes_s=copy, flops=flops)
     for length in args.prompts:
         bench.prefill(length)
     for context in args.contexts:

@@ -24,7 +24,7 @@ def seconds(call: Callable[[], object], device: torch.device, *, repeats: int = 
         torch.cuda.synchronize(device)
         run = _captured(call) if capture else call
         run()
-        events = [(_event(), _event()) for _ in range(repeats)]
+        events = [(event(), event()) for _ in range(repeats)]
         for begin, end in events:
             begin.record()
             run()
@@ -40,5 +40,6 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _event() -> torch.cuda.Event:
+def event() -> torch.cuda.Event:
+    """One that tells times."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

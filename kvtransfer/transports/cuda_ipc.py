@@ -26,11 +26,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from paceline.errors import FingerprintMismatch, StartupError, TransferFailed
+from paceline.errors import StartupError, TransferFailed
 from paceline.kvtransfer.region import Region
 from paceline.kvtransfer.transports.mailbox import MAX_PAYLOAD_BYTES, Address, Line, Mailbox, Sent
 from paceline.kvtransfer.transports.pool_memory import Copy, CopyFailed, Mapping, Pairs, PoolMemory
-from paceline.kvtransfer.transports.transport import Finished, Handle, Notification, Peer, Piece, Polled, check_pieces
+from paceline.kvtransfer.transports.transport import (
+    Finished,
+    Handle,
+    Notification,
+    Peer,
+    Piece,
+    Polled,
+    check_block_bytes,
+    check_pieces,
+)
 from paceline.log import get_logger
 
 log = get_logger(__name__)
@@ -150,8 +159,7 @@ class CudaIpcTransport:
             region = Region(ours.address, theirs.num_blocks, theirs.block_bytes, ours.device, ours.device_index)
         except (msgspec.DecodeError, ValueError) as error:
             raise TransferFailed("the peer's metadata is not of this version of the cuda_ipc transport") from error
-        if region.block_bytes != ours.block_bytes:
-            raise FingerprintMismatch(f"block_bytes differs: {ours.block_bytes} here, {region.block_bytes} at the peer")
+        check_block_bytes(ours, region)
         if theirs.host != self._host:
             raise TransferFailed(f"{theirs.name} is on another host")
         peer = Peer(theirs.name, theirs.num_blocks)

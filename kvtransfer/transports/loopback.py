@@ -13,9 +13,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.errors import FingerprintMismatch, StartupError, TransferFailed
+from paceline.errors import StartupError, TransferFailed
 from paceline.kvtransfer.region import Region
-from paceline.kvtransfer.transports.transport import Finished, Handle, Notification, Peer, Piece, Polled, check_pieces
+from paceline.kvtransfer.transports.transport import (
+    Finished,
+    Handle,
+    Notification,
+    Peer,
+    Piece,
+    Polled,
+    check_block_bytes,
+    check_pieces,
+)
 
 
 @dataclass(eq=False)
@@ -85,8 +94,7 @@ class LoopbackTransport:
         if remote is None:
             raise TransferFailed(f"{name} is not on the hub")
         region = remote._own_region()
-        if region.block_bytes != ours.block_bytes:
-            raise FingerprintMismatch(f"block_bytes differs: {ours.block_bytes} here, {region.block_bytes} at the peer")
+        check_block_bytes(ours, region)
         peer = Peer(name, region.num_blocks)
         if peer in self._peers:
             raise TransferFailed(f"{name} is connected already")

@@ -16,9 +16,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import FingerprintMismatch, StartupError, TransferFailed
+from paceline.errors import StartupError, TransferFailed
 from paceline.kvtransfer.region import DeviceKind, Region
-from paceline.kvtransfer.transports.transport import Finished, Handle, Notification, Peer, Piece, Polled, check_pieces
+from paceline.kvtransfer.transports.transport import (
+    Finished,
+    Handle,
+    Notification,
+    Peer,
+    Piece,
+    Polled,
+    check_block_bytes,
+    check_pieces,
+)
 from paceline.log import get_logger
 
 log = get_logger(__name__)
@@ -146,8 +155,7 @@ class NixlTransport:
             region = Region(theirs.address, theirs.num_blocks, theirs.block_bytes, theirs.device, theirs.device_index)
         except (msgspec.DecodeError, ValueError) as error:
             raise TransferFailed("the peer's metadata is not of this version of the nixl transport") from error
-        if region.block_bytes != ours.block_bytes:
-            raise FingerprintMismatch(f"block_bytes differs: {ours.block_bytes} here, {region.block_bytes} at the peer")
+        check_block_bytes(ours, region)
         if region.device != ours.device:
             # UCX copies between a GPU and host memory at 0.5 GB/s, a hundredth of what a pinned copy does.
             raise TransferFailed(f"the peer's pool is on {region.device} and ours on {ours.device}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.errors import TransferFailed
+from paceline.errors import FingerprintMismatch, TransferFailed
 from paceline.kvtransfer.region import Region
 
 
@@ -123,6 +123,12 @@ class Transport(Protocol):
     def close(self) -> None:
         """Ends the transport; a second call does nothing. The region may be freed then if no handle is outstanding."""
         ...
+
+
+def check_block_bytes(ours: Region, theirs: Region) -> None:
+    """Raises `FingerprintMismatch` where a peer's blocks have another size than ours."""
+    if theirs.block_bytes != ours.block_bytes:
+        raise FingerprintMismatch(f"block_bytes differs: {ours.block_bytes} here, {theirs.block_bytes} at the peer")
 
 
 def check_pieces(source: Region, target: Region, pieces: Sequence[Piece]) -> None:

@@ -20,9 +20,18 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import FingerprintMismatch, StartupError, TransferFailed
+from paceline.errors import StartupError, TransferFailed
 from paceline.kvtransfer.region import Region
-from paceline.kvtransfer.transports.transport import Finished, Handle, Notification, Peer, Piece, Polled, check_pieces
+from paceline.kvtransfer.transports.transport import (
+    Finished,
+    Handle,
+    Notification,
+    Peer,
+    Piece,
+    Polled,
+    check_block_bytes,
+    check_pieces,
+)
 from paceline.kvtransfer.transports.ucxx_messages import DECODER, Answer, Metadata, Offer, view
 from paceline.log import get_logger
 
@@ -134,8 +143,7 @@ class UcxxTransport:
             region = Region(ours.address, theirs.num_blocks, theirs.block_bytes, theirs.device)
         except (msgspec.DecodeError, ValueError) as error:
             raise TransferFailed("the peer's metadata is not of this version of the ucxx transport") from error
-        if region.block_bytes != ours.block_bytes:
-            raise FingerprintMismatch(f"block_bytes differs: {ours.block_bytes} here, {region.block_bytes} at the peer")
+        check_block_bytes(ours, region)
         if region.device != ours.device:
             raise TransferFailed(f"the peer's pool is on {region.device} and ours on {ours.device}")
         peer = Peer(theirs.name, theirs.num_blocks)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline import kernels
 from paceline.engine.request import Chunk
+from paceline.engine.sampler import signed
 from paceline.engine.step_inputs import Staging
 from paceline.types import SamplingParams, TokenLogprob
 
@@ -71,7 +72,7 @@ class DeviceSampler:
         top_p.copy_(torch.tensor([each.top_p for each in samplings], dtype=torch.float64))
         keys.copy_(
             kernels.sampling_keys(
-                torch.tensor([_signed(each.seed) for each in samplings]),
+                torch.tensor([signed(each.seed) for each in samplings]),
                 torch.tensor([chunk.request.choice for chunk in chunks]),
                 torch.tensor([chunk.end for chunk in chunks]),
             )
@@ -101,8 +102,3 @@ def _download(values: Tensor) -> Tensor:
     """A pinned tensor that will hold the values when the stream has come so far."""
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return pinned.copy_(values, non_blocking=True)
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed number."""
-    return seed - 2**64 if seed >= 2**63 else seed

@@ -126,6 +126,12 @@ class GraphRunner(Runner):
                 progress(index + 1, len(shapes))
         torch.cuda.synchronize(self.pool.device)
 
+    @property
+    def last_graph(self) -> torch.cuda.CUDAGraph:
+        """The graph of the step that was launched last, for whoever times it. There is one after `capture`."""
+        assert self.last_shape is not None, "a step was launched"
+        return self._graphs[self.last_shape].graph
+
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Runs the largest steps on padding, kernel by kernel, with their sampling."""

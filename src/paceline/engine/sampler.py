@@ -84,7 +84,7 @@ def _draw(logits: Tensor, points: Sequence[DrawPoint]) -> Tensor:
         column([point.sampling.top_k for point in points], torch.int64),
         column([point.sampling.top_p for point in points], torch.float64),
         kernels.sampling_keys(
-            column([_signed(point.sampling.seed) for point in points], torch.int64),
+            column([signed(point.sampling.seed) for point in points], torch.int64),
             column([point.choice for point in points], torch.int64),
             column([point.position for point in points], torch.int64),
         ),
@@ -106,6 +106,6 @@ def _draw(logits: Tensor, points: Sequence[DrawPoint]) -> Tensor:
     return token_ids
 
 
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed number."""
+def signed(seed: int) -> int:
+    """A seed of 64 bits as the signed number of the same bits, as tensors hold it."""
     return seed - 2**64 if seed >= 2**63 else seed
