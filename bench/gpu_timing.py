@@ -19,10 +19,7 @@ def seconds(call: Callable[[], object], device: torch.device, *, repeats: int = 
         call()
         return time.perf_counter() - started
     with torch.cuda.device(device):
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize(device)
-        run = _captured(call) if capture else call
+        run = _captured(call) if capture else _warm(call)
         run()
         events = [(event(), event()) for _ in range(repeats)]
         for begin, end in events:
@@ -33,9 +30,18 @@ def seconds(call: Callable[[], object], device: torch.device, *, repeats: int = 
     return statistics.median(float(begin.elapsed_time(end)) for begin, end in events) / 1e3
 
 
+def _warm(call: Callable[[], object]) -> Callable[[], object]:
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    return call
+
+
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):  # what kernels keep for a stream must be there before
+        _warm(call)
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph.replay
 

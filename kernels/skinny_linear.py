@@ -166,10 +166,16 @@ _arrivals: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def counters(device: torch.device, bands: int) -> Tensor:
-    """Zeros, which every product leaves as zeros: one set a stream, on which products follow each other."""
+    """Zeros, which every product leaves as zeros: one set a stream, on which products follow each other.
+
+    RuntimeError where a graph is being captured and there is no set yet: its memory would be the graph's, zeroed by
+    that graph's replays alone, and every graph captured later would count on what happens to lie there.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, power_of_two(bands, 4096))
     if key not in _arrivals:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a product is to be computed on the capturing stream before it is captured there")
         _arrivals[key] = torch.zeros(key[2], dtype=torch.int32, device=device)
     return _arrivals[key]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,17 +115,23 @@ class GraphRunner(Runner):
         """Captures the graph of every shape; `progress` hears of (captured, in all)."""
         pool = torch.cuda.graph_pool_handle()
         shapes = self._shapes.all
-        for index, shape in enumerate(shapes):
-            self._ints.zero_()
-            StepInputs.within(self._ints, shape).owners.fill_(-1)
-            self._forward(shape)  # compiles, and sets up what libraries set up on their first call
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(shape)
-            self._graphs[shape] = _Graph(graph, logits)
-            if progress is not None:
-                progress(index + 1, len(shapes))
+        stream: Any = torch.cuda.Stream(self.pool.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(stream):
+            for index, shape in enumerate(shapes):
+                self._ints.zero_()
+                StepInputs.within(self._ints, shape).owners.fill_(-1)
+                # Compiles, and sets up what kernels and libraries keep for a stream from their first call on it: made
+                # while a graph is captured, that would be the graph's own.
+                self._forward(shape)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    logits = self._forward(shape)
+                self._graphs[shape] = _Graph(graph, logits)
+                if progress is not None:
+                    progress(index + 1, len(shapes))
         torch.cuda.synchronize(self.pool.device)
+        torch.cuda.empty_cache()  # what the first calls worked with is kept for that stream else
 
     @property
     def last_graph(self) -> torch.cuda.CUDAGraph:

@@ -26,7 +26,10 @@ from paceline.types import RequestId, ReservationId, SamplingParams, TokenLogpro
 
 TINY = msgspec.structs.replace(SHAPES["tiny"], context_tokens=256)
 WINDOWED = msgspec.structs.replace(TINY, windows=(20, None))
+BROAD = msgspec.structs.replace(SHAPES["smollm2-135m"], num_layers=2, context_tokens=256, vocab_size=TINY.vocab_size)
 CONFIGS = {"full": TINY, "windowed": WINDOWED}
+if torch.cuda.is_available():  # interpreted, it would take minutes
+    CONFIGS["broad"] = BROAD  # whose products are cut into pieces
 BLOCKS, BUDGET, REQUESTS = 12, 32, 6  # blocks of tokens
 
 

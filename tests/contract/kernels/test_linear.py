@@ -44,6 +44,34 @@ def test_linear_is_that_of_float64(case: dict[str, Any], backend: kernels.Backen
             assert_near(stream_weights(x, weight, bias, shape), wanted)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
+def test_pieces_are_counted_in_graphs_by_what_was_there_before_their_capture(
+    triton_backend: None, device: torch.device
+) -> None:
+    from paceline.kernels.linear_shapes import stream_shape
+    from paceline.kernels.skinny_linear import stream_weights
+
+    x, weight = torch.randn(16, 1100, device=device), torch.randn(200, 1100, device=device)
+    shape = stream_shape(16, 200, 1100, x.element_size())
+    assert shape.splits > 1
+    stream = torch.cuda.Stream()
+    unprepared = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="before it is captured"), torch.cuda.graph(unprepared, stream=stream):
+        stream_weights(x, weight, None, shape)
+    with torch.cuda.stream(stream):
+        stream_weights(x, weight, None, shape)
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = stream_weights(x, weight, None, shape)
+        graphs.append((graph, found))
+    for graph, found in reversed(graphs):  # no graph's replay hangs on an earlier one's
+        found.zero_()
+        graph.replay()
+        assert_near(found, x.double() @ weight.double().T)
+
+
 @cases(
     {
         "dtype": DTYPES,
