@@ -114,7 +114,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "pending_prompt_tokens", "total_blocks", "free_blocks", "committed_blocks", "quarantined_blocks", "tick_age", "kept_blocks")
+    __slots__ = ("running", "waiting", "pending_prompt_tokens", "total_blocks", "free_blocks", "committed_blocks", "quarantined_blocks", "tick_age", "kept_blocks", "work")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class Load(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TICK_AGE_FIELD_NUMBER: _ClassVar[int]
     KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_prompt_tokens: int
@@ -133,19 +134,34 @@ class Load(_message.Message):
     quarantined_blocks: int
     tick_age: _duration_pb2.Duration
     kept_blocks: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., tick_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+    work: Work
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., tick_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kept_blocks: _Optional[int] = ..., work: _Optional[_Union[Work, _Mapping]] = ...) -> None: ...
+
+class Work(_message.Message):
+    __slots__ = ("busy", "steps", "prompt_tokens", "generated_tokens")
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    busy: _duration_pb2.Duration
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    def __init__(self, busy: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("vocab_size", "context_tokens", "pool_blocks", "most_blocks")
+    __slots__ = ("vocab_size", "context_tokens", "pool_blocks", "most_blocks", "batch_requests")
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     vocab_size: int
     context_tokens: int
     pool_blocks: int
     most_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., most_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    batch_requests: int
+    def __init__(self, vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., most_blocks: _Optional[_Iterable[int]] = ..., batch_requests: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("format_version", "model", "weights_digest", "dtype", "block_tokens", "groups")

@@ -141,14 +141,36 @@ class RouterGetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterGetLoadsResponse(_message.Message):
-    __slots__ = ("queued", "active", "workers")
+    __slots__ = ("queued", "active", "workers", "balance")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    BALANCE_FIELD_NUMBER: _ClassVar[int]
     queued: int
     active: int
     workers: _containers.RepeatedCompositeFieldContainer[RegisteredWorker]
-    def __init__(self, queued: _Optional[int] = ..., active: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[RegisteredWorker, _Mapping]]] = ...) -> None: ...
+    balance: Balance
+    def __init__(self, queued: _Optional[int] = ..., active: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[RegisteredWorker, _Mapping]]] = ..., balance: _Optional[_Union[Balance, _Mapping]] = ...) -> None: ...
+
+class Balance(_message.Message):
+    __slots__ = ("prompt_tokens", "generated_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "batch_requests", "step", "step_per_request", "prefill_per_decode")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PER_DECODE_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: float
+    generated_tokens: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    batch_requests: float
+    step: _duration_pb2.Duration
+    step_per_request: _duration_pb2.Duration
+    prefill_per_decode: float
+    def __init__(self, prompt_tokens: _Optional[float] = ..., generated_tokens: _Optional[float] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., batch_requests: _Optional[float] = ..., step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_per_request: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_per_decode: _Optional[float] = ...) -> None: ...
 
 class RegisteredWorker(_message.Message):
     __slots__ = ("info", "load", "heartbeat_age", "draining")

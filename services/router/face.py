@@ -14,6 +14,7 @@ from paceline.errors import Draining, InvalidRequest, Overloaded, PacelineError,
 from paceline.log import bound
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
 from paceline.services.router.answer import Answer, ChoiceEnd, Piece, Summary
+from paceline.services.router.balance import Balance
 from paceline.services.router.best_of import BestOf
 from paceline.services.router.choices import Answers, Choices
 from paceline.services.router.enrolment import peer_to_proto, read_key, read_worker, worker_to_proto
@@ -178,7 +179,13 @@ class RouterFace(router_pb2_grpc.RouterServicer):
             )
             for worker in sorted(self._means.fleet.registry, key=lambda worker: worker.info.key)
         ]
-        return router_pb2.RouterGetLoadsResponse(queued=queued, active=len(self._live) - queued, workers=workers)
+        balance = self._means.fleet.balance
+        return router_pb2.RouterGetLoadsResponse(
+            queued=queued,
+            active=len(self._live) - queued,
+            workers=workers,
+            balance=None if balance is None else balance_to_proto(balance),
+        )
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -213,6 +220,20 @@ class RouterFace(router_pb2_grpc.RouterServicer):
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def balance_to_proto(balance: Balance) -> router_pb2.Balance:
+    """The estimate for the wire."""
+    return router_pb2.Balance(
+        prompt_tokens=balance.prompt_tokens,
+        generated_tokens=balance.generated_tokens,
+        prefill_tokens_per_second=balance.prefill_tokens_per_s,
+        decode_tokens_per_second=balance.decode_tokens_per_s,
+        batch_requests=balance.batch_requests,
+        step=wire.duration(balance.step_s),
+        step_per_request=wire.duration(balance.step_per_request_s),
+        prefill_per_decode=balance.prefill_per_decode,
+    )
 
 
 def piece_to_proto(request_id: RequestId, piece: Piece) -> router_pb2.GenerateResponse:

@@ -14,6 +14,7 @@ import msgspec
 from paceline.errors import Draining, Overloaded, PacelineError, WorkerLost
 from paceline.log import get_logger
 from paceline.metrics import RouterMetrics
+from paceline.services.router.balance import Balance, MeanRequest, balance
 from paceline.services.router.calls import WorkerClient
 from paceline.services.router.placement import (
     Ask,
@@ -25,7 +26,7 @@ from paceline.services.router.placement import (
     least_loaded,
 )
 from paceline.services.router.registry import STALLED_S, Claim, Registered, Registry, WorkerInfo
-from paceline.types import Limits, Role, WorkerKey, WorkerLoad
+from paceline.types import Limits, Role, Usage, WorkerKey, WorkerLoad
 
 _log = get_logger(__name__)
 
@@ -58,6 +59,7 @@ class Fleet:
         self._lease_s = lease_s
         self._metrics = metrics
         self._placement = placement
+        self._mean_request = MeanRequest()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -194,6 +196,18 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(chore)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+
+    def served(self, usage: Usage) -> None:
+        """Takes note of what a request that ended well was."""
+        self._mean_request.take(
+            prompt_tokens=usage.prompt_tokens - usage.cached_tokens, generated_tokens=usage.completion_tokens
+        )
+
+    @property
+    def balance(self) -> Balance | None:
+        """How many workers of each tier suit the requests of late, as far as that can be told."""
+        workers = ((worker.info.role, worker.info.limits, worker.pace) for worker in self.registry)
+        return balance(self._mean_request, workers)
 
     def count_fallback(self, reason: str) -> None:
         """Counts a prompt that is computed elsewhere than planned or preferred."""

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from paceline.errors import StaleEpoch, UnknownWorker
+from paceline.services.router.balance import Pace
 from paceline.services.router.placement import WorkerView
 from paceline.types import Limits, Role, WorkerKey, WorkerLoad
 
@@ -51,6 +52,7 @@ class Registered:
         self.draining = draining
         self.last_seen = now
         self.loaded_at = now  # when `load` came
+        self.pace = Pace(load.work)
         self._stalled_s = stalled_s
         self.suspect = False
         self.rests_until = -math.inf
@@ -240,6 +242,7 @@ class Registry:
     def _take(self, worker: Registered, load: WorkerLoad, *, now: float) -> None:
         worker.load = load
         worker.loaded_at = now
+        worker.pace.take(load.work)
         worker.rests_until = -math.inf
         if worker.info.role is Role.PREFILL:
             # A prefill worker acknowledges nothing before its reply. Whatever was sent before this report arrived is

@@ -168,6 +168,7 @@ class Relay:
         completion_tokens = None if ended.decode is None else ended.decode.completion_tokens
         tail = self._answer.end(completion_tokens=completion_tokens)
         summary = self._summary(ended)
+        self._means.fleet.served(summary.usage)
         self._outbox.put(msgspec.structs.replace(tail, summary=summary))
         await self._outbox.flush()
         _log.info(

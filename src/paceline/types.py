@@ -211,6 +211,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     pool_blocks: int
     most_blocks: tuple[int | None, ...] = (None,)
     """Of each KV group, the most blocks that a request has at once; None: one for each 16 tokens."""
+    batch_requests: int = 0  # in one step at most; 0: not told
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine has done since its start."""
+
+    busy_s: float = 0.0  # in which a step was awaited
+    steps: int = 0
+    prompt_tokens: int = 0  # computed here, each once
+    generated_tokens: int = 0  # sampled here
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +235,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_blocks: int = 0
     kept_blocks: int = 0  # kept from new requests, for those in hand; a lone request may have them, unless it is all
     tick_age_ms: float = 0.0  # age of the engine loop's last tick
+    work: Work = Work()
 
     @property
     def headroom_blocks(self) -> int:

@@ -142,9 +142,9 @@ def _own_error(error: grpc.RpcError) -> errors.PacelineError | None:
 
 
 def duration(seconds: float) -> Duration:
-    """A protobuf Duration, to the microsecond."""
+    """A protobuf Duration, to the nanosecond."""
     message = Duration()
-    message.FromMicroseconds(round(seconds * 1e6))
+    message.FromNanoseconds(round(seconds * 1e9))
     return message
 
 
@@ -193,6 +193,7 @@ def limits_to_proto(limits: types.Limits) -> common_pb2.Limits:
         context_tokens=limits.context_tokens,
         pool_blocks=limits.pool_blocks,
         most_blocks=[] if limits.most_blocks == (None,) else [most or 0 for most in limits.most_blocks],
+        batch_requests=limits.batch_requests,
     )
 
 
@@ -203,6 +204,7 @@ def limits_from_proto(message: common_pb2.Limits) -> types.Limits:
         context_tokens=message.context_tokens,
         pool_blocks=message.pool_blocks,
         most_blocks=tuple(most or None for most in message.most_blocks) or (None,),
+        batch_requests=message.batch_requests,
     )
 
 
@@ -218,6 +220,12 @@ def load_to_proto(load: types.WorkerLoad) -> common_pb2.Load:
         quarantined_blocks=load.quarantined_blocks,
         tick_age=duration(load.tick_age_ms / 1e3),
         kept_blocks=load.kept_blocks,
+        work=common_pb2.Work(
+            busy=duration(load.work.busy_s),
+            steps=load.work.steps,
+            prompt_tokens=load.work.prompt_tokens,
+            generated_tokens=load.work.generated_tokens,
+        ),
     )
 
 
@@ -233,6 +241,12 @@ def load_from_proto(message: common_pb2.Load) -> types.WorkerLoad:
         quarantined_blocks=message.quarantined_blocks,
         tick_age_ms=seconds(message.tick_age) * 1e3,
         kept_blocks=message.kept_blocks,
+        work=types.Work(
+            busy_s=seconds(message.work.busy),
+            steps=message.work.steps,
+            prompt_tokens=message.work.prompt_tokens,
+            generated_tokens=message.work.generated_tokens,
+        ),
     )
 
 

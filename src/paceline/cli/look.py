@@ -17,7 +17,7 @@ from rich.text import Text
 
 from paceline import __version__, client
 from paceline.cli.output import explain, stdout_console
-from paceline.client import AsyncClient, Health, Loads, ServerInfo, Worker, worker_info_async
+from paceline.client import AsyncClient, Balance, Health, Loads, ServerInfo, Worker, worker_info_async
 from paceline.errors import PacelineError
 
 _REFRESH_S: Final = 1.0
@@ -111,7 +111,18 @@ def render(seen: Status, width: int) -> RenderableType:
         table.add_column(name, justify="left" if column in _TEXTS else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(row[column] for column in columns))
-    return Group(Text(head), table if loads.workers else Text("no worker is registered", style="yellow"))
+    lines = [Text(head), table if loads.workers else Text("no worker is registered", style="yellow")]
+    return Group(*lines, *([] if loads.balance is None else [Text(_balance(loads.balance))]))
+
+
+def _balance(balance: Balance) -> str:
+    """What the tiers' speeds come to; a router that has seen little says little."""
+    return (
+        f"balance: {balance.prefill_per_decode:.2g} prefill workers to a decode worker. One computes "
+        f"{balance.prefill_tokens_per_s:,.0f} prompt tokens/s, the other generates {balance.decode_tokens_per_s:,.0f} "
+        f"with {balance.batch_requests:.0f} in its batch; requests of late have {balance.prompt_tokens:,.0f} tokens to "
+        f"compute and {balance.generated_tokens:,.0f} to generate"
+    )
 
 
 def _row(worker: Worker, pids: tuple[int, ...]) -> tuple[str, ...]:

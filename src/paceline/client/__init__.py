@@ -12,6 +12,7 @@
 from paceline.client.aio import AsyncClient, AsyncStream, worker_info_async
 from paceline.client.sync import Client, Stream, health, worker_info, worker_load
 from paceline.client.types import (
+    Balance,
     Choice,
     Chunk,
     Completion,
@@ -30,6 +31,7 @@ from paceline.client.types import (
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "Balance",
     "Choice",
     "Chunk",
     "Client",

@@ -301,7 +301,25 @@ def loads_from_proto(message: router_pb2.RouterGetLoadsResponse) -> types.Loads:
     """The router's queue and its workers."""
     workers = [_worker(worker) for worker in message.workers]
     workers.sort(key=lambda worker: (worker.role is Role.DECODE, worker.key))
-    return types.Loads(queued=message.queued, active=message.active, workers=tuple(workers))
+    return types.Loads(
+        queued=message.queued,
+        active=message.active,
+        workers=tuple(workers),
+        balance=_balance(message.balance) if message.HasField("balance") else None,
+    )
+
+
+def _balance(message: router_pb2.Balance) -> types.Balance:
+    return types.Balance(
+        prompt_tokens=message.prompt_tokens,
+        generated_tokens=message.generated_tokens,
+        prefill_tokens_per_s=message.prefill_tokens_per_second,
+        decode_tokens_per_s=message.decode_tokens_per_second,
+        batch_requests=message.batch_requests,
+        step_s=wire.seconds(message.step),
+        step_per_request_s=wire.seconds(message.step_per_request),
+        prefill_per_decode=message.prefill_per_decode,
+    )
 
 
 def _worker(message: router_pb2.RegisteredWorker) -> types.Worker:

@@ -152,12 +152,26 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
 
 
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers of each tier suit the requests of late, as the router reckons. Rates are those of one worker."""
+
+    prompt_tokens: float  # of the mean request, to be computed
+    generated_tokens: float  # of the mean request
+    prefill_tokens_per_s: float  # while it computes
+    decode_tokens_per_s: float  # with `batch_requests` in its batch
+    batch_requests: float  # the most that it holds, or the mean batch where no more could be told
+    step_s: float  # of a decode step, without its requests
+    step_per_request_s: float
+    prefill_per_decode: float  # prefill workers that keep one decode worker busy
+
+
 class Loads(msgspec.Struct, frozen=True, kw_only=True):
     """The router's queue and its workers, by role and id."""
 
     queued: int  # requests that wait for a place
     active: int  # requests that have one
     workers: tuple[Worker, ...]
+    balance: Balance | None = None  # None before each tier has computed, and a request has ended
 
     def of(self, role: Role) -> tuple[Worker, ...]:
         """The workers of one tier."""

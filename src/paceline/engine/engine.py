@@ -97,6 +97,7 @@ class Engine:
             context_tokens=config.context_tokens,
             pool_blocks=num_blocks,
             most_blocks=self._memory.most_blocks,
+            batch_requests=max_requests or 0,
         )
 
     @property
@@ -125,6 +126,7 @@ class Engine:
             free_blocks=self.pool.free,
             committed_blocks=self.pool.committed,
             kept_blocks=self._memory.kept_blocks,
+            work=self.stats.work,
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.engine.request import Chunk, Progress
+from paceline.types import Work
 
 
 @dataclass(slots=True)
@@ -22,6 +23,16 @@ class EngineStats:
     preemptions: int = 0
     prefix_queried_tokens: int = 0  # prompt tokens of requests that got to sample here, each request once
     prefix_hit_tokens: int = 0  # of those, found in the cache
+
+    @property
+    def work(self) -> Work:
+        """What of it others are told."""
+        return Work(
+            busy_s=self.step_seconds,
+            steps=self.steps,
+            prompt_tokens=self.prompt_tokens_computed,
+            generated_tokens=self.output_tokens,
+        )
 
     def account(self, chunk: Chunk, reached: int, done: Progress) -> None:
         """Counts what a step did for a request, which had come as far as `reached` at most before."""

@@ -324,6 +324,14 @@ def test_status_as_json_holds_the_same(router: ScriptedRouter, capsys: pytest.Ca
     assert seen["processes"] == {"decode-0@9": [11, 12]}
 
 
+def test_status_says_how_many_workers_of_each_tier_suit_the_requests(
+    router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.loads.balance.CopyFrom(router_pb2.Balance(prefill_tokens_per_second=43_100, prefill_per_decode=2.43))
+    assert main(["status"]) == 0
+    assert "2.4 prefill workers to a decode worker. One computes 43,100" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_status_without_workers_says_so(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     assert "no worker is registered" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from paceline.errors import InvalidRequest
 from paceline.kvtransfer.layout import Fingerprint, KvLayout
 from paceline.protos import common_pb2
 from paceline.services.worker.convert import fingerprint_from_proto, fingerprint_to_proto
-from paceline.types import Limits
+from paceline.types import Limits, Work, WorkerLoad
 
 
 @pytest.mark.parametrize("windows", [(None,), (4096,), (None, None, 512, 512)])
@@ -30,6 +30,12 @@ def test_groups_whose_blocks_differ_are_refused() -> None:
 
 @pytest.mark.parametrize("most_blocks", [(None,), (65,), (None, 65, 65)])
 def test_limits_come_back_with_what_a_request_has_of_each_group(most_blocks: tuple[int | None, ...]) -> None:
-    limits = Limits(vocab_size=5, context_tokens=6, pool_blocks=7, most_blocks=most_blocks)
+    limits = Limits(vocab_size=5, context_tokens=6, pool_blocks=7, most_blocks=most_blocks, batch_requests=8)
     message = common_pb2.Limits.FromString(wire.limits_to_proto(limits).SerializeToString())
     assert wire.limits_from_proto(message) == limits
+
+
+def test_a_load_comes_back_with_the_work_of_the_engine() -> None:
+    work = Work(busy_s=1.25, steps=1, prompt_tokens=2**40, generated_tokens=3)
+    load = WorkerLoad(running=4, total_blocks=5, work=work)
+    assert wire.load_from_proto(common_pb2.Load.FromString(wire.load_to_proto(load).SerializeToString())) == load
