@@ -29,7 +29,7 @@ class TransferStats:
     pieces: int = 0  # in those
     blocks: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0  # with a write under way; summed over attempts in a total
+    seconds: float = 0.0  # in which data moved, or with a write under way; summed over attempts in a total
 
     def add(self, other: TransferStats) -> None:
         """Sums `other` in."""
@@ -109,14 +109,21 @@ class Outgoing:
         """True when it is settled and the transport will never touch memory for it again: its blocks may change."""
         return self._state is not OutgoingState.PENDING and not self._outstanding
 
-    def write_part(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
+    @property
+    def in_stream(self) -> bool:
+        """Whether parts can be written whose blocks the device is yet to fill."""
+        return self._peer.in_stream
+
+    def write_part(
+        self, source_blocks: Sequence[int], target_blocks: Sequence[int], *, in_stream: bool = False
+    ) -> None:
         """Writes `source_blocks[i]` of our pool to `target_blocks[i]` of the target's, and announces it.
 
-        A part may be empty, where the target holds the blocks already. RuntimeError after `finish`, ValueError for
-        lists of different lengths.
+        A part may be empty, where the target holds the blocks already. With `in_stream` the blocks are those that what
+        was launched on the device fills. RuntimeError after `finish`, ValueError for lists of different lengths.
         """
         part = self._next_part(source_blocks, target_blocks, last=False)
-        self._post(part)
+        self._post(part, in_stream=in_stream)
 
     def finish(
         self,
@@ -159,7 +166,9 @@ class Outgoing:
     def on_finished(self, finished: Finished) -> int:
         """Takes one of its handles, now terminal; returns the bytes that arrived with it. For `TransferAgent` alone."""
         part = self._outstanding.pop(finished.handle)
-        if not self._outstanding:
+        if finished.seconds is not None:
+            self.stats.seconds += finished.seconds
+        elif not self._outstanding:
             self.stats.seconds += self._clock() - self._under_way_since
         if finished.error is not None:
             self.lost = True
@@ -206,14 +215,14 @@ class Outgoing:
             part, self._last = self._last, None
             self._last_handle = self._post(part)
 
-    def _post(self, part: _Part) -> Handle | None:
+    def _post(self, part: _Part, *, in_stream: bool = False) -> Handle | None:
         """The handle, or None where nothing was posted: the attempt is given up, or is so now."""
         if self._state is not OutgoingState.PENDING:
             return None
         if not self._outstanding:  # before the post, for one over shared memory is over when it returns
             self._under_way_since = self._clock()
         try:
-            handle = self._transport.post(self._peer, part.pieces, part.notification)
+            handle = self._transport.post(self._peer, part.pieces, part.notification, in_stream=in_stream)
         except TransferFailed as error:
             self.lost = True
             self.abort(error.message)

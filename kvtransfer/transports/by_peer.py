@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from paceline.errors import StartupError, TransferFailed
 from paceline.kvtransfer.region import Region
-from paceline.kvtransfer.transports.transport import Finished, Handle, Peer, Piece, Polled, Transport
+from paceline.kvtransfer.transports.transport import Handle, Peer, Piece, Polled, Transport
 from paceline.log import get_logger
 
 log = get_logger(__name__)
@@ -87,18 +87,20 @@ class ByPeerTransport:
             except TransferFailed as error:
                 reasons.append(f"{name}: {error.message}")
                 continue
-            peer = Peer(f"{name}:{way.peer.name}", way.peer.num_blocks)
+            peer = Peer(f"{name}:{way.peer.name}", way.peer.num_blocks, way.peer.in_stream)
             self._ways[peer] = way
             log.info("transport picked", peer=way.peer.name, transport=name, why="; ".join(reasons) or "preferred")
             return peer
         raise TransferFailed("; ".join(reasons))
 
-    def post(self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None) -> Handle:
+    def post(
+        self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False
+    ) -> Handle:
         """Through the peer's member; see `Transport.post`."""
         way = self._ways.get(peer)
         if way is None:
             raise TransferFailed(f"{peer.name} is not connected, or released")
-        theirs = self._members[way.member].post(way.peer, pieces, notification)
+        theirs = self._members[way.member].post(way.peer, pieces, notification, in_stream=in_stream)
         self._posted += 1
         handle = Handle(self._posted)
         self._handles[way.member, theirs] = handle
@@ -109,7 +111,7 @@ class ByPeerTransport:
         polled = [(name, member.poll()) for name, member in self._members.items()]
         return Polled(
             tuple(
-                Finished(self._handles.pop((name, finished.handle)), finished.error)
+                replace(finished, handle=self._handles.pop((name, finished.handle)))
                 for name, each in polled
                 for finished in each.finished
             ),

@@ -84,6 +84,8 @@ class _Write:
     copy: Copy | None  # None when it is over
     notification: bytes | None  # None when it is sent
     error: str | None = None
+    seconds: float | None = None  # of the copy, once it is over
+    over: bool = False
 
 
 def available() -> str | None:
@@ -162,7 +164,7 @@ class CudaIpcTransport:
         check_block_bytes(ours, region)
         if theirs.host != self._host:
             raise TransferFailed(f"{theirs.name} is on another host")
-        peer = Peer(theirs.name, theirs.num_blocks)
+        peer = Peer(theirs.name, theirs.num_blocks, in_stream=True)
         if peer in self._remotes:
             raise TransferFailed(f"{theirs.name} is connected already")
         line = self._mailbox.call(Address(theirs.mailbox, theirs.secret), self._name)
@@ -174,8 +176,13 @@ class CudaIpcTransport:
         self._remotes[peer] = _Remote(region, line, mapping)
         return peer
 
-    def post(self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None) -> Handle:
-        """Launches the copy and returns; see `Transport.post`. Refuses notifications over `MAX_PAYLOAD_BYTES`."""
+    def post(
+        self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False
+    ) -> Handle:
+        """Launches the copy and returns; see `Transport.post`. Refuses notifications over `MAX_PAYLOAD_BYTES`.
+
+        A notification that is behind no copy leaves at once.
+        """
         ours = self._own_region()
         remote = self._remotes.get(peer)
         if remote is None:
@@ -190,12 +197,14 @@ class CudaIpcTransport:
                 f"a notification of {len(notification)} bytes is over the limit of {MAX_PAYLOAD_BYTES}"
             )
         try:
-            copy = self._memory.copy(remote.mapping, block_pairs(pieces)) if pieces else None
+            copy = self._memory.copy(remote.mapping, block_pairs(pieces), in_stream=in_stream) if pieces else None
         except CopyFailed as error:
             raise TransferFailed(f"a write to {peer.name} cannot start: {error}") from error
         self._posted += 1
         handle = Handle(self._posted)
-        self._writes.append(_Write(handle, peer, remote, copy, notification))
+        write = _Write(handle, peer, remote, copy, notification)
+        write.over = copy is None and self._ended(write)
+        self._writes.append(write)
         remote.outstanding += 1
         return handle
 
@@ -206,13 +215,13 @@ class CudaIpcTransport:
         ended: list[_Write] = []
         under_way: list[_Write] = []
         for write in self._writes:
-            (ended if self._ended(write) else under_way).append(write)
+            (ended if write.over or self._ended(write) else under_way).append(write)
         self._writes = under_way
         for write in ended:
             write.remote.outstanding -= 1
         arrived = tuple(Notification(each.sender, each.payload) for each in self._mailbox.receive())
         self._unmap_what_is_over()
-        return Polled(tuple(Finished(write.handle, write.error) for write in ended), arrived)
+        return Polled(tuple(Finished(write.handle, write.error, write.seconds) for write in ended), arrived)
 
     def release(self, peer: Peer) -> None:
         """Unmaps the pool at once, or after the last outstanding handle; see `Transport.release`."""
@@ -251,7 +260,7 @@ class CudaIpcTransport:
                     return False
             except CopyFailed as error:
                 write.error = f"a write to {write.peer.name} failed: {error}"
-            write.copy = None
+            write.seconds, write.copy = write.copy.seconds, None
         if write.error is None and write.remote.line.lost:
             write.error = f"a write to {write.peer.name} failed: it is gone"
         if write.error is None and write.notification is not None:

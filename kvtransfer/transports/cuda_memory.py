@@ -62,20 +62,15 @@ class _Table:
 
     host: torch.Tensor  # int32 [capacity, 2]
     device: torch.Tensor
-    ended: Any  # torch.cuda.Event, which is untyped
+    began: Any  # torch.cuda.Event, which is untyped
+    ended: Any
 
 
 class CudaMemory:
     """The pool of this process on one device. One thread calls it."""
 
-    def __init__(self, *, programs: int = PROGRAMS, in_stream: bool = False) -> None:
-        """With `in_stream`, copies wait for all work that was launched on torch's current stream before them.
-
-        Blocks may then be posted as soon as their computation is launched. A worker that has seen it end, and has
-        launched its next step since, must not wait for that one too.
-        """
+    def __init__(self, *, programs: int = PROGRAMS) -> None:
         self._programs = programs
-        self._in_stream = in_stream
         self._region: Region | None = None
         self._tables: dict[int, list[_Table]] = {}  # free ones, by capacity
 
@@ -96,7 +91,9 @@ class CudaMemory:
         except DriverError as error:
             raise StartupError(f"transport cuda_ipc: the pool cannot be exported: {error}") from error
         # Of high priority: a hand-off's last part is a few blocks that somebody waits for, beside a step that is not.
+        # Two, for what is there already must not wait for what is being computed.
         self._stream: Any = torch.cuda.Stream(self._torch_device, priority=-1)  # type: ignore[no-untyped-call]
+        self._behind: Any = torch.cuda.Stream(self._torch_device, priority=-1)  # type: ignore[no-untyped-call]
         self._region = region
         self._compile()
         return msgspec.msgpack.encode(exported)
@@ -120,21 +117,23 @@ class CudaMemory:
             raise TransferFailed(f"the peer's pool cannot be mapped: {error}") from error
         return _CudaMapping(base + theirs.offset, base, self._context)
 
-    def copy(self, target: Mapping, pairs: Pairs) -> Copy:
-        """See `PoolMemory.copy`."""
+    def copy(self, target: Mapping, pairs: Pairs, *, in_stream: bool = False) -> Copy:
+        """See `PoolMemory.copy`; what was launched is what torch's current stream holds."""
         assert self._region is not None and isinstance(target, _CudaMapping)
         table = self._table(len(pairs))
         table.host[: len(pairs)] = torch.from_numpy(pairs)
+        launched, stream = torch.cuda.current_stream(self._torch_device), self._behind if in_stream else self._stream
         try:
-            if self._in_stream:
-                self._stream.wait_stream(torch.cuda.current_stream(self._torch_device))
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 on_device = table.device[: len(pairs)]
                 on_device.copy_(table.host[: len(pairs)], non_blocking=True)
+                if in_stream:
+                    stream.wait_stream(launched)
+                table.began.record(stream)
                 kernels.scatter_blocks(
                     on_device, self._region.address, target.address, self._region.block_bytes, self._programs
                 )
-                table.ended.record(self._stream)
+                table.ended.record(stream)
         except RuntimeError as error:
             # What was launched may run; only its end, which nobody will be told of, makes the table free.
             raise CopyFailed(f"the copy cannot be launched: {_first_line(error)}") from error
@@ -144,6 +143,7 @@ class CudaMemory:
         """See `PoolMemory.finish`."""
         if self._region is not None:
             self._stream.synchronize()
+            self._behind.synchronize()
 
     def _compile(self) -> None:
         assert self._region is not None
@@ -171,18 +171,21 @@ class CudaMemory:
         with torch.cuda.stream(self._stream):  # else it might be memory that a kernel under way still writes to
             on_device = torch.empty(capacity, 2, dtype=torch.int32, device=self._torch_device)
             host = torch.empty(capacity, 2, dtype=torch.int32, pin_memory=True)
-        return _Table(host, on_device, ended=torch.cuda.Event())  # type: ignore[no-untyped-call]
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        return _Table(host, on_device, began, ended)
 
 
 @dataclass(eq=False, slots=True)
 class _CudaCopy:
     _table: _Table
     _free: list[_Table]
+    seconds: float | None = None
 
     def done(self) -> bool:
         try:
             if not self._table.ended.query():
                 return False
+            self.seconds = self._table.began.elapsed_time(self._table.ended) / 1e3
         except RuntimeError as error:  # the context is beyond use: every later call will say so too
             raise CopyFailed(f"the copy failed: {_first_line(error)}") from error
         self._free.append(self._table)

@@ -34,6 +34,7 @@ class Hub:
     hold: bool = False  # while set, nothing that was posted moves or ends
     delay_polls: int = 0  # the sender's polls that a post waits through before it moves
     newest_first: bool = False  # posts that are due in one poll move in reverse order
+    in_stream: bool = False  # peers that are connected from now on take writes behind what was launched
     fail_next: int = 0  # so many of the posts that are due next end failed, their first half of pieces written
     live: dict[str, LoopbackTransport] = field(default_factory=dict, repr=False)
 
@@ -95,14 +96,17 @@ class LoopbackTransport:
             raise TransferFailed(f"{name} is not on the hub")
         region = remote._own_region()
         check_block_bytes(ours, region)
-        peer = Peer(name, region.num_blocks)
+        peer = Peer(name, region.num_blocks, self._hub.in_stream)
         if peer in self._peers:
             raise TransferFailed(f"{name} is connected already")
         self._peers[peer] = region
         return peer
 
-    def post(self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None) -> Handle:
+    def post(
+        self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False
+    ) -> Handle:
         """Queues the write; `poll` moves it."""
+        assert peer.in_stream or not in_stream, f"{peer} takes no writes in stream order"
         ours = self._own_region()
         region = self._peers.get(peer)
         if region is None:

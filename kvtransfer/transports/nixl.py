@@ -169,8 +169,11 @@ class NixlTransport:
         self._remotes[peer] = _Remote(region, theirs.pad_address)
         return peer
 
-    def post(self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None) -> Handle:
+    def post(
+        self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False
+    ) -> Handle:
         """Starts a WRITE; see `Transport.post`. Over shared memory it returns when the data is there."""
+        assert not in_stream, "NIXL knows nothing of streams"
         ours = self._own_region()
         remote = self._remotes.get(peer)
         if remote is None or remote.released:

@@ -23,6 +23,11 @@ class CopyFailed(Exception):
 class Copy(Protocol):
     """A copy under way."""
 
+    @property
+    def seconds(self) -> float | None:
+        """How long data moved, of one that is done; None where nobody knows."""
+        ...
+
     def done(self) -> bool:
         """True when all of it is in the peer's memory, for whatever reads it there from now on. Never waits.
 
@@ -50,8 +55,10 @@ class PoolMemory(Protocol):
         """Reaches a peer's pool of so many bytes. `TransferFailed` where the bytes are no such thing, or it cannot."""
         ...
 
-    def copy(self, target: Mapping, pairs: Pairs) -> Copy:
-        """Starts copying blocks whose contents are there. Raises `CopyFailed` where it cannot."""
+    def copy(self, target: Mapping, pairs: Pairs, *, in_stream: bool = False) -> Copy:
+        """Starts copying blocks whose contents are there, or with `in_stream` will be when all work is done that this
+        thread has launched on the device. Raises `CopyFailed` where it cannot.
+        """
         ...
 
     def finish(self) -> None:

@@ -21,10 +21,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A connected peer. `name` is unique to one life of its transport: a restarted peer never equals its past."""
+    """A connected peer. `name` is unique to one life of its transport: a restarted peer never equals its past.
+
+    A write to one that is reached `in_stream` can be put behind what was launched on the device before it.
+    """
 
     name: str
     num_blocks: int
+    in_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Finished:
 
     handle: Handle
     error: str | None = None
+    seconds: float | None = None  # in which data moved; None: all the time since the post, for all that is known
 
     @property
     def ok(self) -> bool:
@@ -103,12 +108,16 @@ class Transport(Protocol):
         """
         ...
 
-    def post(self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None) -> Handle:
+    def post(
+        self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False
+    ) -> Handle:
         """Starts writing the pieces to the peer, and then, if all of them arrived, the notification.
 
         `pieces` may be empty if there is a notification. Pieces of one post must not overlap in the target. It may
-        return before or after the data moved. Raises `TransferFailed`, with nothing posted, for blocks outside either
-        pool and for a peer that is released or known to be lost.
+        return before or after the data moved. With `in_stream`, which not every peer takes, the write begins when all
+        work is done that this thread has launched on the device: that may be what fills the blocks. Raises
+        `TransferFailed`, with nothing posted, for blocks outside either pool and for a peer that is released or known
+        to be lost.
         """
         ...
 

@@ -152,8 +152,11 @@ class UcxxTransport:
         self._remotes[peer] = _Remote(region, theirs.tag, self._endpoint(theirs.address))
         return peer
 
-    def post(self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None) -> Handle:
+    def post(
+        self, peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False
+    ) -> Handle:
         """Sends the offer and the data; see `Transport.post`."""
+        assert not in_stream, "UCX knows nothing of streams"
         ours = self._own_region()
         remote = self._remotes.get(peer)
         if remote is None or remote.released:

@@ -1,5 +1,8 @@
 """One attempt to hand one prompt's KV over: blocks that the engine has finished become writes into the target's pool.
 
+Where writes follow the device's work in stream order, blocks are posted as the step that fills them is launched: the
+prompt's last ones are on their way then while its first token is sampled and seen.
+
 Nothing is posted before the claim is granted, and nothing after the attempt is cut. Source blocks stay the engine's,
 held, until every handle is terminal.
 """
@@ -29,7 +32,8 @@ UNCLAIMED_S: Final = 60.0
 class Handoff:
     """The state of an attempt::
 
-    0 <= posted <= finished <= blocks of the prompt        a block being 16 tokens, whatever their KV groups
+    0 <= finished <= blocks of the prompt        a block being 16 tokens, whatever their KV groups
+    0 <= posted <= max(finished, being filled)
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class Handoff:
         self._wanted = groups.missing(num_prompt, 0)  # places of each group's table that the target lacks
         self._target_tables: Sequence[Sequence[int]] = ()  # for those places
         self._finished = lease.shared  # cached blocks are sent as any others
+        self._being_filled = 0  # blocks that are finished once all that was launched is done
         self._posted = 0
+        self._parts = 0
         self._first_tokens: tuple[int, ...] | None = None
         self._first_logprobs: tuple[TokenLogprob, ...] = ()
         self._cut = False
@@ -115,6 +121,19 @@ class Handoff:
         self._spoke_at = now
         self._post(now)
 
+    @property
+    def parts(self) -> int:
+        """Of those that hold blocks: posted, and the one that is still to come, if any."""
+        return self._parts + (self._posted < blocks_for(self.num_prompt))
+
+    def launched(self, num_tokens: int, now: float) -> None:
+        """The KV of so many prompt tokens is stored once all that was launched is done; 0: that is none of its steps,
+        or not its steps alone.
+        """
+        self._being_filled = self._full_blocks(num_tokens)
+        if self._being_filled > self._posted:
+            self._post(now)
+
     def computed(self, num_tokens: int, now: float) -> None:
         """The KV of so many prompt tokens is stored: their full blocks can go."""
         self._finished = min(num_tokens, self.num_prompt) // BLOCK_TOKENS
@@ -147,17 +166,24 @@ class Handoff:
     def _post(self, now: float) -> None:
         if self.outgoing is None or self._cut:
             return
+        in_stream = self.outgoing.in_stream and self._being_filled > self._finished
+        reach = self._being_filled if in_stream else self._finished
         source: list[int] = []
         target: list[int] = []
         for table, places, targets in zip(self._lease.tables, self._wanted, self._target_tables, strict=True):
             # What the target holds, or will not read, is passed over; the prompt's last block is never among it.
-            begin, end = max(self._posted, places.start), min(self._finished, places.stop)
+            begin, end = max(self._posted, places.start), min(reach, places.stop)
             if begin < end:
                 source += table[begin:end]
                 target += targets[begin - places.start : end - places.start]
         if self._first_tokens is not None:
             self.outgoing.finish(source, target, self._first_tokens, self._first_logprobs)
         elif source:
-            self.outgoing.write_part(source, target)
-        self._posted = max(self._posted, self._finished)
+            self.outgoing.write_part(source, target, in_stream=in_stream)
+        self._parts += bool(source)
+        self._posted = max(self._posted, reach)
         self._spoke_at = now
+
+    def _full_blocks(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill; the prompt's last one counts when it holds all that it ever will."""
+        return blocks_for(self.num_prompt) if num_tokens >= self.num_prompt else num_tokens // BLOCK_TOKENS

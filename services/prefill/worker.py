@@ -2,7 +2,8 @@
 
 The life of a prompt here: `StartPrefill` leases its blocks, those that are cached among them, or refuses; `WriteTo`
 opens the way to the target's pool; what is cached is posted at once, and after each step the blocks it finished, while
-the next chunk computes; the last part carries the first token.
+the next chunk computes, or with each step the blocks it fills, where writes follow the device's work; the last part
+carries the first token.
 The front hears of the first token before the last part is posted: it never waits for a transfer.
 """
 
@@ -202,6 +203,13 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         """A step may take longer than targets wait for a sign of life."""
         self.expire(time.monotonic())
 
+    def launched(self) -> None:
+        """Posts what the step that was launched last fills, where the target takes it in stream order."""
+        reached = {chunk.request.request_id: chunk.end for chunk in self.engine.launched}
+        now = time.monotonic()
+        for request_id, handoff in self._by_request.items():
+            handoff.launched(reached.get(request_id, 0), now)
+
     def stepped(self, output: StepOutput) -> None:
         """First tells the front of the first tokens, then posts the finished blocks."""
         progressed = [(self._by_request[done.request_id], done) for done in output.progress]
@@ -252,7 +260,6 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
         if done.error is not None:
             self._fail(handoff.attempt, done.error)
             return
-        sent = 0 if handoff.outgoing is None else handoff.outgoing.stats.parts
         lands = done.finish_reason is None
         self.events.append(
             Prefilled(
@@ -264,7 +271,7 @@ class PrefillLoop(EngineLoop[PrefillCommand, PrefillEvent]):
                 finishes=tuple(each for each in done.finishes if each is not None) if not lands else (),
                 blocks=handoff.blocks if lands else 0,
                 num_bytes=handoff.blocks * self._block_bytes if lands else 0,
-                parts=sent + 1 if lands else 0,
+                parts=handoff.parts if lands else 0,
                 parts_before_last_chunk=handoff.parts_before_last_chunk,
                 cached_tokens=handoff.cached_tokens,
             )

@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -22,7 +22,7 @@ import msgspec
 
 from paceline import log
 from paceline.config import WorkerConfig
-from paceline.engine.request import StepOutput
+from paceline.engine.request import Chunk, StepOutput
 from paceline.errors import PacelineError
 from paceline.garbage import set_aside_what_lives
 from paceline.kvtransfer.agent import AgentEvents
@@ -30,7 +30,7 @@ from paceline.prefix import KvChange
 from paceline.services.worker.host import Host, build, use_kernels, use_threads
 from paceline.services.worker.link import EngineLink
 from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failure, Ping
-from paceline.services.worker.process import be_born
+from paceline.services.worker.process import be_born, wake_in_time
 from paceline.types import WorkerLoad
 
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -40,7 +40,7 @@ SILENT_POLL_S: Final = 2e-3
 """Longest time between two polls while a write is awaited of which nothing has been heard for long."""
 
 DEVICE_POLL_S: Final = 50e-6
-"""Time between two looks at a step that the device computes, when there is nothing to launch beside it."""
+"""Time between two looks at a step or a write of the device's, when there is nothing to launch beside it."""
 
 Command = TypeVar("Command")
 Event = TypeVar("Event", bound=msgspec.Struct)
@@ -75,6 +75,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         self._link = link
         self._during_step: list[AgentEvents] = []
         self._deferred: list[Command | Ping] = []  # came during a step, and wait for its end
+        self._launched: Sequence[Chunk] = ()
         self._device_busy = False  # the last step had nothing to do but to wait
         self._woken = False  # by a peer
         self._stirred_at = time.monotonic()  # when a command or anything of a peer's came last
@@ -87,6 +88,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
 
     def before_step(self) -> None:
         """Called before each step."""
+
+    def launched(self) -> None:
+        """Called when the engine has launched a step, also in the middle of `step`, or seen the end of the last one."""
 
     def handle_between_layers(self, _command: Command) -> bool:
         """Carries out a command that must not wait for the end of a step; False for one that can, as most.
@@ -160,6 +164,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         if not self._device_busy:
             self.before_step()
         output = self.engine.step(tick=self._tick)
+        self._note_launch()
         self._device_busy = self.engine.in_flight and not output.progress
         if not output.progress and not output.preempted:
             return IDLE
@@ -176,8 +181,14 @@ class EngineLoop(ABC, Generic[Command, Event]):
             prefix_hit_tokens=stats.prefix_hit_tokens - before.prefix_hit_tokens,
         )
 
+    def _note_launch(self) -> None:
+        if (chunks := self.engine.launched) is not self._launched:
+            self._launched = chunks
+            self.launched()
+
     def _tick(self) -> None:
         """Between two layers: keeps transfers going, and leaves what they did until the step is over."""
+        self._note_launch()
         if (self.agent.busy or self.awaiting) and (events := self.agent.poll()):
             self._during_step.append(events)
         for command in self._link.receive_all():
@@ -222,7 +233,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         elif self.engine.in_flight:
             timeout = DEVICE_POLL_S
         elif self.agent.busy:
-            timeout = POLL_S
+            timeout = DEVICE_POLL_S if self.engine.runner.depth else POLL_S
         elif self.awaiting:
             timeout = poll_interval(time.monotonic() - self._stirred_at)
         else:
@@ -263,6 +274,8 @@ def main(
     link: EngineLink[Any] = EngineLink(Path(birth.link_dir), commands)
     use_threads(config)
     use_kernels(config)
+    if config.on_gpu:
+        wake_in_time()
     if config.host in _LOOPBACK:
         # UCX listens for its peers on every interface else; whoever reaches it could write to the pool.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")

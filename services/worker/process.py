@@ -21,6 +21,8 @@ import msgspec
 from paceline.types import WorkerKey
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_TIMERSLACK: Final = 29
+_SLACK_NS: Final = 1_000
 _KILL_AFTER_S: Final = 5.0
 
 _SPINS: Final = "2000"
@@ -100,6 +102,11 @@ class EngineProcess:
         asyncio.get_running_loop().remove_reader(self._pid_file)
         os.close(self._pid_file)
         self._ended.set_result(self._process.wait())
+
+
+def wake_in_time() -> None:
+    """From now on this thread's sleeps end on time: the kernel lets them last 50 us longer else, to save energy."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
 
 
 def be_born() -> Birth:

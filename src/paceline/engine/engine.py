@@ -111,6 +111,11 @@ class Engine:
         return bool(self._flights)
 
     @property
+    def launched(self) -> Sequence[Chunk]:
+        """The chunks of the step that was launched last, while the device computes."""
+        return self._flights.last.chunks if self._flights else ()
+
+    @property
     def load(self) -> WorkerLoad:
         """The load now, but for what the engine can't know: quarantined blocks and the age of the loop's tick."""
         started = pending = 0

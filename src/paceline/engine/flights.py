@@ -42,6 +42,11 @@ class Flights:
         """The next to retire. There is one."""
         return self._flights[0]
 
+    @property
+    def last(self) -> Flight:
+        """The one launched last. There is one."""
+        return self._flights[-1]
+
     def add(self, flight: Flight) -> None:
         """A step was launched behind the others."""
         self._flights.append(flight)

@@ -8,8 +8,6 @@ import torch
 
 from paceline.kvtransfer.region import Region
 from paceline.kvtransfer.transports import create
-from paceline.kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from paceline.kvtransfer.transports.cuda_memory import CudaMemory
 from paceline.testing.transport_end import Station
 
 _MIX = -7046029254386353131  # odd, so that a block's words all differ
@@ -43,12 +41,7 @@ class CudaStation(Station):
         """`kind` is one of `transport_end.GPU_KINDS`."""
         last = torch.cuda.device_count() - 1
         pool = CudaPool(num_blocks, block_bytes, last if name == "target" and kind != "cuda_ipc-one-gpu" else 0)
-        transport = (
-            CudaIpcTransport(name, CudaMemory(in_stream=True))
-            if kind == "cuda_ipc-in-stream"
-            else create("auto" if kind == "cuda-auto" else "cuda_ipc", name, device="cuda").transport
-        )
-        super().__init__(pool, transport)
+        super().__init__(pool, create("auto" if kind == "cuda-auto" else "cuda_ipc", name, device="cuda").transport)
         self._in_stream = kind == "cuda_ipc-in-stream"
         self._words = pool.words
         self._place = torch.arange(pool.words.shape[1], device=pool.words.device) * _MIX
@@ -73,7 +66,7 @@ class CudaStation(Station):
         self.dye(blocks, seed)
         if not self._in_stream:
             torch.cuda.synchronize(self._words.device)
-        return self.post(peer, pieces, payload)
+        return self.post(peer, pieces, payload, in_stream=self._in_stream)
 
     def post_often(self, count: int, peer: str, pieces: Sequence[tuple[int, int, int]]) -> list[int]:
         """Posts the same so many times at once."""

@@ -70,8 +70,8 @@ class HostMemory:
         self.mapped += 1
         return _HostMapping(theirs.process, theirs.address, self)
 
-    def copy(self, target: Mapping, pairs: Pairs) -> Copy:
-        """Notes what is to be copied."""
+    def copy(self, target: Mapping, pairs: Pairs, *, in_stream: bool = False) -> Copy:
+        """Notes what is to be copied. What a CPU was told to compute is there when the call returns."""
         assert self._region is not None and isinstance(target, _HostMapping)
         target.copies += 1
         return _HostCopy(self, self._region, target, pairs)
@@ -88,6 +88,7 @@ class _HostCopy:
     pairs: Pairs
     started: bool = False
     over: bool = False
+    seconds: float | None = None
 
     def done(self) -> bool:
         assert not self.over, "a copy that ended is asked again"

@@ -80,8 +80,10 @@ class Pair:
         overlapped: bool = False,
         **settings: Any,
     ) -> None:
-        """Steps are `overlapped` as on a GPU: each is launched before the one before it has told its tokens."""
-        self.hub = Hub()
+        """Steps are `overlapped` as on a GPU: each is launched before the one before it has told its tokens, and writes
+        are taken behind what was launched.
+        """
+        self.hub = Hub(in_stream=overlapped)
         shared: dict[str, Any] = {
             "model": model,
             "transport": "loopback",

@@ -110,9 +110,17 @@ class Station:
         self._peers[peer.name] = peer
         return peer.name
 
-    def post(self, peer: str, pieces: Sequence[tuple[int, int, int]], notification: bytes | None) -> int:
+    def post(
+        self,
+        peer: str,
+        pieces: Sequence[tuple[int, int, int]],
+        notification: bytes | None,
+        *,
+        in_stream: bool = False,
+    ) -> int:
         """Posts (source block, target block, number of blocks), and returns the handle's number."""
-        return self._transport.post(self._peers[peer], [Piece(*piece) for piece in pieces], notification).number
+        of = [Piece(*piece) for piece in pieces]
+        return self._transport.post(self._peers[peer], of, notification, in_stream=in_stream).number
 
     def release(self, peer: str) -> None:
         """Releases a peer."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.engine.request import StepOutput
+from paceline.kvtransfer.transports.transport import Handle, Peer, Piece
 from paceline.services.decode.messages import CallRefused, Over, Redirected, Reserved, WriteGranted
 from paceline.services.prefill.messages import PrefillFailed, Stopped
 from paceline.testing.pair import Pair
@@ -31,8 +32,18 @@ def alone(pair: Pair, prompt: list[int], sampling: SamplingParams) -> list[int]:
     return pair.tokens("alone")
 
 
+@pytest.fixture
+def overlapped(tmp_path: Path) -> Pair:
+    """Steps are launched ahead and writes follow them, as between two GPUs."""
+    return Pair(tmp_path, overlapped=True)
+
+
+@pytest.mark.parametrize("launched_ahead", [False, True])
 @pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 31, 32, 33, 100])
-def test_a_handed_over_prompt_gives_the_tokens_of_a_single_process(pair: Pair, num_prompt: int) -> None:
+def test_a_handed_over_prompt_gives_the_tokens_of_a_single_process(
+    tmp_path: Path, num_prompt: int, launched_ahead: bool
+) -> None:
+    pair = Pair(tmp_path, overlapped=launched_ahead)
     prompt = PROMPT[:num_prompt]
     pair.hand_over("r", prompt, GREEDY)
     pair.pump_until_idle()
@@ -104,6 +115,60 @@ def test_parts_arrive_while_later_chunks_are_to_be_computed(pair: Pair) -> None:
     [first] = pair.first_tokens()
     assert first.parts_before_last_chunk == 3  # 100 tokens in chunks of 32
     assert pair.over("r").parts_landed == 4
+
+
+def test_blocks_are_on_their_way_before_the_step_that_fills_them_has_ended(overlapped: Pair) -> None:
+    posts = watch_posts(overlapped)
+    overlapped.hand_over("r", PROMPT[:20], GREEDY)
+    overlapped.prefill.round()  # launches the only chunk
+    assert posts == [(2, True)]
+    overlapped.pump_until_idle()
+    assert posts == [(2, True), (0, False)]  # the last part brings the first token alone
+    [first] = overlapped.first_tokens()
+    assert first.parts == 1
+    assert overlapped.over("r").blocks_landed == 2
+
+
+def test_a_grant_does_not_put_finished_blocks_behind_the_steps_of_others(overlapped: Pair) -> None:
+    overlapped.reserve("late", PROMPT[:20], GREEDY)
+    overlapped.decode.round()
+    overlapped.start("late", PROMPT[:20], GREEDY)
+    overlapped.prefill.round()
+    overlapped.start("other", PROMPT[40:], GREEDY)
+    overlapped.prefill.round()  # launches the other's first chunk behind it
+    posts = watch_posts(overlapped)
+    overlapped.claim("late")
+    overlapped.prefill.round()
+    assert posts[0] == (2, False)
+
+
+def test_an_abort_while_writes_follow_a_step_keeps_the_blocks_until_they_have_ended(overlapped: Pair) -> None:
+    overlapped.hub.hold = True
+    overlapped.hand_over("r", PROMPT[:20], GREEDY)
+    overlapped.prefill.round()
+    overlapped.abort_prefill("r")
+    for _ in range(3):
+        overlapped.prefill.round()
+    assert overlapped.take_prefill(Stopped) == []
+    assert overlapped.prefill.load.free_blocks == overlapped.prefill.load.total_blocks - 2
+    overlapped.hub.hold = False
+    for _ in range(3):
+        overlapped.prefill.round()
+    assert [stopped.found for stopped in overlapped.take_prefill(Stopped)] == [True]
+    assert overlapped.prefill.load.free_blocks == overlapped.prefill.load.total_blocks
+
+
+def watch_posts(pair: Pair) -> list[tuple[int, bool]]:
+    """Blocks of each post to come, and whether it waits for what was launched."""
+    transport = pair.prefill.agent._transport
+    post, seen = transport.post, []
+
+    def watched(peer: Peer, pieces: Sequence[Piece], notification: bytes | None, *, in_stream: bool = False) -> Handle:
+        seen.append((sum(piece.num_blocks for piece in pieces), in_stream))
+        return post(peer, pieces, notification, in_stream=in_stream)
+
+    transport.post = watched  # type: ignore[method-assign]
+    return seen
 
 
 def test_the_claim_may_come_after_the_whole_prompt_is_computed(pair: Pair) -> None:
