@@ -27,7 +27,7 @@ from paceline.engine.request import Chunk, Sampled
 from paceline.engine.runner import Runner, RunningStep
 from paceline.engine.scoring import Scoring
 from paceline.engine.slots import Slots
-from paceline.engine.step_inputs import Staging, StepInputs, pack
+from paceline.engine.step_inputs import TABLE_ENTRIES, Staging, StepInputs, pack
 from paceline.engine.step_shape import StepShape, StepShapes
 from paceline.engine.weights import Weights
 from paceline.kernels.paged_plan import PagedPlan, count_splits
@@ -96,6 +96,7 @@ class GraphRunner(Runner):
         self._latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         ints = 2 * most_tokens + 3 * most_requests + 1
         self._ints = torch.zeros(ints, dtype=torch.int32, device=device)
+        self._entries = torch.zeros(2 * TABLE_ENTRIES, dtype=torch.int64, device=device)
         self._sampler = DeviceSampler(most_requests, device)
         # One more than can be in flight, so that a step is packed while others are.
         rings = [Staging(ints, 4 * most_requests, most_requests, device) for _ in range(self.depth + 2)]
@@ -154,7 +155,7 @@ class GraphRunner(Runner):
         shape = self.last_shape = self._shapes.of(sum(chunk.num_tokens for chunk in chunks), len(chunks))
         staging = next(self._staging)
         slots = self._slots.place(chunks)
-        self._send_tables()
+        self._send_tables(staging)
         size = StepInputs.size(shape)
         pack(staging.ints_array[:size], shape, chunks, slots, self._spare_slot, self._known)
         self._ints[:size].copy_(staging.ints[:size], non_blocking=True)
@@ -165,7 +166,7 @@ class GraphRunner(Runner):
             graph.graph.replay()
             logits = graph.logits
         token_ids, logprobs = self._sampler.draw(logits, chunks, staging)
-        self._latest[StepInputs.within(self._ints, shape).slots.long()] = token_ids
+        self._latest.index_copy_(0, StepInputs.within(self._ints, shape).slots.long(), token_ids)
         self._known = {}
         self._last = DeviceStep(chunks, staging.results, logprobs, self._record())
         return self._last
@@ -227,17 +228,22 @@ class GraphRunner(Runner):
         context = self._config.context_tokens
         return context if window is None else min(context, window)
 
-    def _send_tables(self) -> None:
+    def _send_tables(self, staging: Staging) -> None:
         changes = self._slots.take_changes()
         if changes is None:
             return
-        places, blocks = (self._uploaded(torch.from_numpy(each)) for each in changes)
-        self._tables.view(-1)[places] = blocks
-
-    def _uploaded(self, values: Tensor) -> Tensor:
-        """On the device, in stream order. Pinned, or the host would wait for the step in flight."""
-        pinned = values.pin_memory() if self._on_gpu else values
-        return pinned.to(self.pool.device, non_blocking=True)
+        places, blocks = changes
+        count = len(places)
+        if count <= TABLE_ENTRIES:
+            staged, entries = staging.entries[: 2 * count], self._entries[: 2 * count]
+        else:
+            # Pinned all the same, or the host would wait for the step in flight.
+            staged = torch.empty(2 * count, dtype=torch.int64, pin_memory=self._on_gpu)
+            entries = torch.empty(2 * count, dtype=torch.int64, device=self.pool.device)
+        staged[:count].copy_(torch.from_numpy(places))
+        staged[count:].copy_(torch.from_numpy(blocks))
+        entries.copy_(staged, non_blocking=True)
+        self._tables.view(-1).index_copy_(0, entries[:count], entries[count:].int())
 
     def _record(self) -> torch.cuda.Event | None:
         if not self._on_gpu:

@@ -79,6 +79,10 @@ def _token_ids(chunks: Sequence[Chunk], known: Mapping[EngineRequest, int]) -> l
     return token_ids
 
 
+TABLE_ENTRIES = 4096
+"""Entries of block tables that a step's staging holds: prompts of 65,536 tokens together. More take another way."""
+
+
 class Staging:
     """Pinned host memory of one step on its way to the device. It is used again when the step has retired."""
 
@@ -87,4 +91,5 @@ class Staging:
         self.ints = torch.empty(ints, dtype=torch.int32, pin_memory=pinned)
         self.longs = torch.empty(longs, dtype=torch.int64, pin_memory=pinned)
         self.results = torch.empty(results, dtype=torch.int64, pin_memory=pinned)
+        self.entries = torch.empty(2 * TABLE_ENTRIES, dtype=torch.int64, pin_memory=pinned)
         self.ints_array: NDArray[np.int32] = self.ints.numpy()

@@ -14,6 +14,7 @@ from paceline.checkpoint import resolve
 from paceline.checkpoint.dummy import SHAPES
 from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
+from paceline.engine import graph_runner
 from paceline.engine.beams import proposing
 from paceline.engine.engine import Engine
 from paceline.engine.graph_runner import GraphRunner
@@ -175,3 +176,20 @@ def test_a_scored_prompt_decodes_behind_graphs_as_any_other(runner: GraphRunner)
     assert len(scores) == 19
     # The prompt; then five decodes, one of them in flight when the prompt's token is told; then nothing is launched.
     assert shapes == [None, *[StepShape(1, 1, decodes=True)] * 5, None]
+
+
+def test_block_tables_that_outgrow_a_steps_staging_arrive_all_the_same(
+    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for most_entries in (graph_runner.TABLE_ENTRIES, 2):
+        monkeypatch.setattr(graph_runner, "TABLE_ENTRIES", most_entries)
+        engine = over(runner)
+        start(engine, f"long {most_entries}", list(range(60)))
+        tokens: list[int] = []
+        while engine.has_work:
+            for done in engine.step().progress:
+                tokens += done.token_ids
+        found.append(tokens)
+    assert len(found[0]) == 6
+    assert found[0] == found[1]
