@@ -19,6 +19,7 @@ from paceline.engine.beams import proposing
 from paceline.engine.engine import Engine
 from paceline.engine.graph_runner import GraphRunner
 from paceline.engine.runner import Runner
+from paceline.engine.step_inputs import TABLE_ENTRIES
 from paceline.engine.step_shape import StepShape
 from paceline.engine.weights import Weights, load
 from paceline.errors import EngineError, NumericalError
@@ -182,7 +183,7 @@ def test_block_tables_that_outgrow_a_steps_staging_arrive_all_the_same(
     runner: GraphRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for most_entries in (graph_runner.TABLE_ENTRIES, 2):
+    for most_entries in (TABLE_ENTRIES, 2):
         monkeypatch.setattr(graph_runner, "TABLE_ENTRIES", most_entries)
         engine = over(runner)
         start(engine, f"long {most_entries}", list(range(60)))
