@@ -39,6 +39,7 @@ def _warm(call: Callable[[], object]) -> Callable[[], object]:
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # which makes what the call reads
     with torch.cuda.stream(stream):  # what kernels keep for a stream must be there before
         _warm(call)
     with torch.cuda.graph(graph, stream=stream):

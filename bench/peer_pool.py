@@ -34,13 +34,13 @@ def open_peer(shape: Sequence[int], device: torch.device) -> PeerProcess:
     return _OnGpu(shape) if device.type == "cuda" else _InHostMemory(shape)
 
 
-def memory_of(device: torch.device, *, in_stream: bool = False) -> PoolMemory:
-    """What the `cuda_ipc` transport copies with. `in_stream`: behind what was launched before."""
+def memory_of(device: torch.device) -> PoolMemory:
+    """What the `cuda_ipc` transport copies with."""
     if device.type == "cpu":
         return HostMemory()
     from paceline.kvtransfer.transports.cuda_memory import CudaMemory  # it needs the driver's bindings
 
-    return CudaMemory(in_stream=in_stream)
+    return CudaMemory()
 
 
 def region_of(pool: Tensor) -> Region:
