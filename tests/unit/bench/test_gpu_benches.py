@@ -30,6 +30,12 @@ def test_kv_that_is_stored_twice_is_the_same_in_both_pools(tmp_path: Path) -> No
     assert "0 blocks arrived wrong" in done.stdout and "verdict: " in done.stdout
 
 
+def test_attention_over_strewn_blocks_is_that_of_float64() -> None:
+    done = _run(str(BENCH / "full_pool.py"), "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 of 6 points are wrong" in done.stdout and "takes 27 blocks of 12" in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bench compiles it")
 def test_storing_twice_compiles_for_an_h200() -> None:
     program = """
