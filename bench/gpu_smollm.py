@@ -28,9 +28,10 @@ from report import Report
 PROMPTS: Final = 50
 TOKENS: Final = 32
 BLOCKS: Final = 4096
-MEAN_BOUND: Final = 0.03
-"""Mean difference of a prompt token's log-probability, bfloat16 to float32: 8 bits of each product's sum, 30 layers."""
-WORST_BOUND: Final = 1.0
+MEAN_BOUND: Final = 0.061
+"""Mean difference of a prompt token's log-probability, bfloat16 to float32. That of transformers 5.24 in bfloat16 on a
+CPU is 0.049 on these prompts, its largest 0.76: a quarter more is allowed."""
+WORST_BOUND: Final = 0.95
 
 
 def engine(source: Source, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Engine:
