@@ -9,18 +9,16 @@ is the better the more the tier has had to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Final
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
 from paceline.types import Limits, Role, Work, blocks_in_groups
 
-MEMORY_S: Final = 60.0
-"""Busy time after which what an engine did counts 1/e of what it does now."""
-
-MEMORY_REQUESTS: Final = 512
-"""Likewise requests, of the mean request."""
+SECONDS: Final = 15
+"""What is remembered: the latest seconds in which there was anything to remember, however long ago."""
 
 _TELLING: Final = 0.02
 """Least variance of the batch, over its squared mean, from which a line is fitted: less of it is noise."""
@@ -44,68 +42,104 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
         return prompts_per_s * self.prompt_tokens / self.prefill_tokens_per_s
 
 
+class Recent:
+    """Sums over the latest seconds in which something came, of `size` values each."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._seconds: deque[tuple[int, list[float]]] = deque(maxlen=SECONDS)
+
+    def add(self, values: Sequence[float], *, now: float) -> None:
+        """Adds them to what came in the same second."""
+        second = math.floor(now)
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, [0.0] * self._size))
+        sums = self._seconds[-1][1]
+        for place, value in enumerate(values):
+            sums[place] += value
+
+    @property
+    def sums(self) -> list[float]:
+        """Over all of them."""
+        return [sum(column) for column in zip([0.0] * self._size, *(values for _, values in self._seconds), strict=True)]
+
+
+class Prompts(NamedTuple):
+    """What an engine did of prompts: sums."""
+
+    busy_s: float
+    tokens: float
+
+
+class DecodeSteps(NamedTuple):
+    """Steps of an engine that computed no prompt: sums over them."""
+
+    steps: float
+    batch: float
+    seconds: float
+    batch_squared: float
+    batch_seconds: float
+
+
 class Pace:
-    """What the reports of one engine say of its speed; later ones count more."""
+    """What the reports of one engine say of its speed of late."""
 
     def __init__(self, work: Work) -> None:
         self._last = work
-        self.busy_s = self.prompt_tokens = 0.0  # of prompts, on a prefill worker
-        # Of decode steps: their number, the sums of their batches and times, of squares and products.
-        self.steps = self.batch = self.time_s = self.batch_squared = self.batch_time_s = 0.0
+        self._prompts = Recent(len(Prompts._fields))
+        self._decode = Recent(len(DecodeSteps._fields))
 
-    def take(self, work: Work) -> None:
+    def take(self, work: Work, *, now: float) -> None:
         """What the engine has done by now; an earlier report that comes late is left out."""
         steps, busy_s = work.steps - self._last.steps, work.busy_s - self._last.busy_s
         if steps <= 0 or busy_s <= 0:
             return
         prompt_tokens = work.prompt_tokens - self._last.prompt_tokens
-        generated = work.generated_tokens - self._last.generated_tokens
+        batch = (work.generated_tokens - self._last.generated_tokens) / steps
         self._last = work
-        fading = math.exp(-busy_s / MEMORY_S)
-        self.busy_s = fading * self.busy_s + busy_s
-        self.prompt_tokens = fading * self.prompt_tokens + prompt_tokens
-        # Steps that compute prompts besides tell nothing of those that only decode.
-        told = not prompt_tokens
-        batch, step_s = generated / steps, busy_s / steps
-        self.steps = fading * self.steps + told * steps
-        self.batch = fading * self.batch + told * steps * batch
-        self.time_s = fading * self.time_s + told * steps * step_s
-        self.batch_squared = fading * self.batch_squared + told * steps * batch**2
-        self.batch_time_s = fading * self.batch_time_s + told * steps * batch * step_s
+        self._prompts.add(Prompts(busy_s, prompt_tokens), now=now)
+        if not prompt_tokens:  # steps that compute prompts besides tell nothing of those that only decode
+            self._decode.add(DecodeSteps(steps, steps * batch, busy_s, steps * batch**2, busy_s * batch), now=now)
+
+    @property
+    def prompts(self) -> Prompts:
+        """Of late."""
+        return Prompts(*self._prompts.sums)
+
+    @property
+    def decode(self) -> DecodeSteps:
+        """Of late."""
+        return DecodeSteps(*self._decode.sums)
 
 
 class MeanRequest:
-    """The tokens of requests that ended well; later ones count more."""
+    """The tokens of requests that ended well of late."""
 
     def __init__(self) -> None:
-        self._requests = self._prompt_tokens = self._generated_tokens = 0.0
+        self._recent = Recent(3)
 
-    def take(self, *, prompt_tokens: int, generated_tokens: int) -> None:
+    def take(self, *, prompt_tokens: int, generated_tokens: int, now: float) -> None:
         """One more: its prompt's tokens that nobody had in a cache, and its answer's."""
-        fading = 1 - 1 / MEMORY_REQUESTS
-        self._requests = fading * self._requests + 1
-        self._prompt_tokens = fading * self._prompt_tokens + prompt_tokens
-        self._generated_tokens = fading * self._generated_tokens + generated_tokens
+        self._recent.add((1, prompt_tokens, generated_tokens), now=now)
 
     @property
     def tokens(self) -> tuple[float, float] | None:
         """Of the prompt and of the answer; None before the first request has ended."""
-        if not self._requests:
-            return None
-        return self._prompt_tokens / self._requests, self._generated_tokens / self._requests
+        requests, prompt_tokens, generated_tokens = self._recent.sums
+        return (prompt_tokens / requests, generated_tokens / requests) if requests else None
 
 
 def balance(mean: MeanRequest, workers: Iterable[tuple[Role, Limits, Pace]]) -> Balance | None:
     """The estimate over all workers; None before each tier has computed, and a request has ended."""
     every = list(workers)
-    prefill = [pace for role, _, pace in every if role is Role.PREFILL]
-    decode = [(limits, pace) for role, limits, pace in every if role is Role.DECODE]
-    busy_s, prompt_tokens = sum(pace.busy_s for pace in prefill), sum(pace.prompt_tokens for pace in prefill)
+    prompts = [pace.prompts for role, _, pace in every if role is Role.PREFILL]
+    decode = [(limits, pace.decode) for role, limits, pace in every if role is Role.DECODE]
+    busy_s, prompt_tokens = sum(each.busy_s for each in prompts), sum(each.tokens for each in prompts)
     tokens = mean.tokens
-    if tokens is None or not all(tokens) or not prompt_tokens or not any(pace.batch for _, pace in decode):
+    if tokens is None or not all(tokens) or not prompt_tokens or not any(steps.batch for _, steps in decode):
         return None
     full = min(_full_batch(limits, *tokens) for limits, _ in decode)
-    step_s, per_request_s, seen = _line([pace for _, pace in decode])
+    step_s, per_request_s, seen = _line(DecodeSteps(*map(sum, zip(*(steps for _, steps in decode), strict=True))))
     batch = seen if per_request_s is None else max(1.0, full)
     per_request_s = per_request_s or 0.0
     return Balance(
@@ -125,13 +159,12 @@ def _full_batch(limits: Limits, prompt_tokens: float, generated_tokens: float) -
     return min(fitting, limits.batch_requests) if limits.batch_requests else fitting
 
 
-def _line(paces: list[Pace]) -> tuple[float, float | None, float]:
+def _line(done: DecodeSteps) -> tuple[float, float | None, float]:
     """A step's time without requests, what each adds (None: the batches were too much alike), and the mean batch."""
-    steps = sum(pace.steps for pace in paces)
-    batch, time_s = sum(pace.batch for pace in paces) / steps, sum(pace.time_s for pace in paces) / steps
-    variance = sum(pace.batch_squared for pace in paces) / steps - batch**2
+    batch, step_s = done.batch / done.steps, done.seconds / done.steps
+    variance = done.batch_squared / done.steps - batch**2
     if variance < _TELLING * batch**2:
-        return time_s, None, batch
-    slope = (sum(pace.batch_time_s for pace in paces) / steps - batch * time_s) / variance
-    slope = min(max(0.0, slope), time_s / batch)  # neither a request nor an empty step takes less than no time
-    return time_s - slope * batch, slope, batch
+        return step_s, None, batch
+    slope = (done.batch_seconds / done.steps - batch * step_s) / variance
+    slope = min(max(0.0, slope), step_s / batch)  # neither a request nor an empty step takes less than no time
+    return step_s - slope * batch, slope, batch

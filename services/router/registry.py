@@ -242,7 +242,7 @@ class Registry:
     def _take(self, worker: Registered, load: WorkerLoad, *, now: float) -> None:
         worker.load = load
         worker.loaded_at = now
-        worker.pace.take(load.work)
+        worker.pace.take(load.work, now=now)
         worker.rests_until = -math.inf
         if worker.info.role is Role.PREFILL:
             # A prefill worker acknowledges nothing before its reply. Whatever was sent before this report arrived is

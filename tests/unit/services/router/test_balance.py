@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.client.convert import loads_from_proto
 from paceline.protos import router_pb2
-from paceline.services.router.balance import Balance, MeanRequest, Pace, balance
+from paceline.services.router.balance import SECONDS, Balance, MeanRequest, Pace, balance
 from paceline.services.router.face import balance_to_proto
 from paceline.testing.router_bench import ids_of, router_bench
 from paceline.testing.scripted_workers import scripted_decode, scripted_prefill
@@ -21,13 +21,13 @@ STEP_S, PER_REQUEST_S = 4e-3, 50e-6
 
 def mean(prompt_tokens: int = 1_024, generated_tokens: int = 128) -> MeanRequest:
     request = MeanRequest()
-    request.take(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens)
+    request.take(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens, now=0.0)
     return request
 
 
 def prefill(tokens_per_s: int = 40_000) -> Pace:
     pace = Pace(Work())
-    pace.take(Work(busy_s=2.0, steps=80, prompt_tokens=2 * tokens_per_s, generated_tokens=80))
+    pace.take(Work(busy_s=2.0, steps=80, prompt_tokens=2 * tokens_per_s, generated_tokens=80), now=0.0)
     return pace
 
 
@@ -37,7 +37,8 @@ def decode(*batches: int, prompt_tokens: int = 0) -> Pace:
     for number, batch in enumerate(batches, 1):
         busy_s, steps = busy_s + 100 * (STEP_S + PER_REQUEST_S * batch), steps + 100
         generated += 100 * batch
-        pace.take(Work(busy_s=busy_s, steps=steps, prompt_tokens=number * prompt_tokens, generated_tokens=generated))
+        work = Work(busy_s=busy_s, steps=steps, prompt_tokens=number * prompt_tokens, generated_tokens=generated)
+        pace.take(work, now=0.0)
     return pace
 
 
@@ -98,17 +99,19 @@ def test_a_report_that_comes_late_or_twice_counts_for_nothing() -> None:
     pace = Pace(Work())
     first, second = (Work(busy_s=n * 1.0, steps=n * 10, prompt_tokens=n * 100) for n in (1, 2))
     for work in (second, first, second):
-        pace.take(work)
-    assert (pace.busy_s, pace.prompt_tokens) == (2.0, 200)
+        pace.take(work, now=0.0)
+    assert pace.prompts == (2.0, 200)
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_only_the_latest_seconds_count_in_which_anything_came_however_long_ago() -> None:
     request, pace = mean(10_000, 10), prefill(1_000)
-    for n in range(1, 5_001):
-        request.take(prompt_tokens=100, generated_tokens=50)
-        pace.take(Work(busy_s=2.0 + n, steps=80 + n, prompt_tokens=2_000 + 40_000 * n))
-    assert request.tokens == pytest.approx((100, 50), rel=0.01)
-    assert pace.prompt_tokens / pace.busy_s == pytest.approx(40_000, rel=0.01)
+    for n in range(1, SECONDS + 1):
+        now = 100.0 * n
+        request.take(prompt_tokens=100, generated_tokens=50, now=now)
+        request.take(prompt_tokens=300, generated_tokens=50, now=now + 0.5)
+        pace.take(Work(busy_s=2.0 + n, steps=80 + n, prompt_tokens=2_000 + 40_000 * n), now=now)
+    assert request.tokens == (200, 50)
+    assert pace.prompts == (SECONDS, 40_000 * SECONDS)
 
 
 @given(
@@ -125,7 +128,7 @@ def test_whatever_is_reported_rates_are_positive_and_finite(reports: list[tuple[
             generated_tokens=work.generated_tokens + steps * batch,
             prompt_tokens=work.prompt_tokens + prompt_tokens,
         )
-        pace.take(work)
+        pace.take(work, now=0.0)
     found = estimate((Role.PREFILL, prefill()), (Role.DECODE, pace))
     if found is not None:
         assert 0 < found.decode_tokens_per_s < float("inf")
