@@ -1,112 +1,143 @@
-"""What a scaling benchmark measured: kept as JSON over several runs, and shown as a table in Markdown and as a plot."""
+"""The cells of a scaling benchmark as tables in Markdown and as a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One shape under one load. Rates are a second."""
-
-    shape: str
-    workers: int
-    devices: int
-    per_device: int
-    device: str  # what kind: cpu or cuda
-    model: str
-    input_tokens: int
-    output_tokens: int
-    commit: str | None
-    concurrency: int  # of the closed loop
-    tokens_per_s: float  # answers' tokens in its steady state
-    requests_per_s: float
-    failed: int
-    goodput: dict[str, float | None]  # requests a second, by the limit on the first token in ms; None: no rate was well
-    slo_itl_ms: float
-    warnings: list[str]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What a later measurement of the same replaces."""
-        return (self.model, self.device, self.per_device, self.shape, self.input_tokens, self.output_tokens)
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """Tokens of prompt and answer."""
-        return self.input_tokens, self.output_tokens
-
-
-def load_cells(path: Path) -> list[Cell]:
-    """What earlier runs left."""
-    return msgspec.json.decode(path.read_bytes(), type=list[Cell]) if path.exists() else []
-
-
-def keep(path: Path, cells: Sequence[Cell], new: Cell) -> list[Cell]:
-    """The cells with `new` among them, in place of an earlier one of its kind; also in the file."""
-    kept = [*(cell for cell in cells if cell.key != new.key), new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-    return kept
+from scaling_cells import Cell, Found, Tier
+from scaling_laws import gains, ratios
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """A table for each load, shapes in the order they came in."""
+    """For each load a table of throughput by tier and one of goodput; then what a worker more brought, and ratios."""
     parts = []
-    for load in dict.fromkeys(cell.load for cell in cells):
+    for load in _loads(cells):
         chosen = [cell for cell in cells if cell.load == load]
-        limits = list(dict.fromkeys(limit for cell in chosen for limit in cell.goodput))
-        head = ["shape", "devices", "tokens/s", "tokens/s a device", "requests/s"]
-        head += [f"goodput, TTFT <= {limit} ms" for limit in limits]
-        lines = [
-            f"{load[0]:,} tokens in, {load[1]:,} out; goodput: requests/s with ITL p99 <= {chosen[0].slo_itl_ms:g} ms",
-            "",
-        ]
-        lines += [_row(head), _row(["---"] * len(head))]
-        lines += [_row(_figures(cell, limits)) for cell in chosen]
-        parts.append("\n".join(lines))
+        parts += [f"{load[0]:,} tokens in, {load[1]:,} out, at saturation", _throughput(chosen)]
+        if any(cell.goodput for cell in chosen):
+            parts += [f"Goodput, requests/s, with ITL p99 <= {chosen[0].slo_itl_ms:g} ms", _goodput(chosen)]
+    if rows := _gains(cells):
+        parts += ["One worker more adds, of what one did before", rows]
+    if rows := _ratios(cells):
+        parts += ["Requests/s at saturation by shape", rows]
     return "\n\n".join(parts) + "\n"
 
 
-def _figures(cell: Cell, limits: Sequence[str]) -> list[str]:
-    shape = f"{cell.shape}, {cell.per_device} a device" if cell.per_device > 1 else cell.shape
-    devices = max(1, cell.devices)
-    rates = [f"{cell.tokens_per_s:,.0f}", f"{cell.tokens_per_s / devices:,.0f}", f"{cell.requests_per_s:.3g}"]
-    return [shape, str(cell.devices), *rates, *(_rate(cell.goodput.get(limit)) for limit in limits)]
+def _throughput(cells: Sequence[Cell]) -> str:
+    head = ["shape", "devices", "requests/s", "tokens/s", "tokens/s a device", "ITL p99 ms"]
+    head += ["prefill: tokens/s", "busy", "decode: tokens/s", "batch", "pool", "KV GB/s", "saturated"]
+    rows = []
+    for cell in cells:
+        devices = max(1, cell.devices)
+        whole = [f"{cell.requests_per_s:.3g}", f"{cell.tokens_per_s:,.0f}", f"{cell.tokens_per_s / devices:,.0f}"]
+        whole.append("" if cell.itl_p99_ms is None else f"{cell.itl_p99_ms:.3g}")
+        prefill = ["", ""] if cell.prefill is None else [_rate(cell.prefill), f"{cell.prefill.busy_share:.0%}"]
+        decode = [_rate(cell.decode), f"{cell.decode.running:.3g}", f"{cell.decode.used_share:.0%}"]
+        told = [f"{cell.kv_gb_per_s:.3g}", cell.saturated]
+        rows.append([_name(cell), str(cell.devices), *whole, *prefill, *decode, *told])
+    return _table(head, rows)
 
 
-def _rate(rate: float | None) -> str:
-    return "none" if rate is None else f"{rate:.3g}"
+def _goodput(cells: Sequence[Cell]) -> str:
+    limits = list(dict.fromkeys(limit for cell in cells for limit in cell.goodput))
+    rows = [[_name(cell), *(_found(cell.goodput.get(limit)) for limit in limits)] for cell in cells]
+    return _table(["shape", *(f"TTFT <= {limit} ms" for limit in limits)], rows)
 
 
-def _row(fields: Sequence[str]) -> str:
-    return f"| {' | '.join(fields)} |"
+def _gains(cells: Sequence[Cell]) -> str:
+    rows = [[gain.name, f"{gain.share:.2f}", gain.unfit or ""] for gain in gains(cells)]
+    return _table(["tier", "adds", "says nothing of the tier, since"], rows) if rows else ""
+
+
+def _ratios(cells: Sequence[Cell]) -> str:
+    rows = []
+    for ratio in ratios(cells):
+        measured = ", ".join(f"{shape} {rate:.3g}" for shape, rate in ratio.measured.items())
+        estimate = "none" if ratio.expected is None else f"{ratio.expected}, by the router of {ratio.told_by}"
+        rows.append([f"{ratio.load[0]:,} in, {ratio.load[1]:,} out", measured, ratio.best, estimate])
+    return _table(["load", "measured", "best", "the estimate"], rows) if rows else ""
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.shape}, {cell.per_device} a device" if cell.per_device > 1 else cell.shape
+
+
+def _rate(tier: Tier) -> str:
+    return f"{tier.tokens_per_s:,.0f}"
+
+
+def _found(found: Found | None) -> str:
+    """The rate, and the one that failed where no more was tried between."""
+    if found is None:
+        return ""
+    if found.passed is None:
+        return "none" if found.failed is None else f"under {found.failed:.3g}"
+    return f"{found.passed:.3g}" if found.failed is None else f"{found.passed:.3g} (not {found.failed:.3g})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _loads(cells: Sequence[Cell]) -> list[tuple[int, int]]:
+    return list(dict.fromkeys(cell.load for cell in cells))
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Throughput above, goodput below, a column a load. Needs matplotlib."""
+    """A column for each load: throughput, goodput, and each tier against its workers. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    loads = list(dict.fromkeys(cell.load for cell in cells))
-    figure = Figure(figsize=(5 * len(loads), 7), layout="constrained")
-    axes: Any = figure.subplots(2, len(loads), squeeze=False)
+    loads = _loads(cells)
+    figure = Figure(figsize=(5 * len(loads), 10), layout="constrained")
+    axes: Any = figure.subplots(3, len(loads), squeeze=False)
     for column, load in enumerate(loads):
         chosen = [cell for cell in cells if cell.load == load]
-        names = [f"{cell.shape}\nx{cell.per_device}" if cell.per_device > 1 else cell.shape for cell in chosen]
-        top, bottom = axes[0][column], axes[1][column]
-        top.bar(range(len(chosen)), [cell.tokens_per_s for cell in chosen])
-        top.set_xticks(range(len(chosen)), names)
-        top.set(title=f"{load[0]:,} in, {load[1]:,} out", ylabel="tokens/s at saturation")
-        limits = list(dict.fromkeys(limit for cell in chosen for limit in cell.goodput))
-        width = 0.8 / max(1, len(limits))
-        for place, limit in enumerate(limits):
-            heights = [cell.goodput.get(limit) or 0.0 for cell in chosen]
-            at = [index + width * (place - (len(limits) - 1) / 2) for index in range(len(chosen))]
-            bottom.bar(at, heights, width, label=f"TTFT <= {limit} ms")
-        bottom.set_xticks(range(len(chosen)), names)
-        bottom.set(ylabel=f"goodput, requests/s (ITL p99 <= {chosen[0].slo_itl_ms:g} ms)")
-        bottom.legend()
+        _plot_throughput(axes[0][column], chosen)
+        _plot_goodput(axes[1][column], chosen)
+        _plot_tiers(axes[2][column], chosen)
     figure.savefig(path, dpi=120)
+
+
+def _plot_throughput(axes: Any, cells: Sequence[Cell]) -> None:
+    axes.bar(range(len(cells)), [cell.tokens_per_s for cell in cells])
+    axes.set_xticks(range(len(cells)), [_name(cell).replace(", ", "\n") for cell in cells])
+    axes.set(title=f"{cells[0].input_tokens:,} in, {cells[0].output_tokens:,} out", ylabel="tokens/s at saturation")
+
+
+def _plot_goodput(axes: Any, cells: Sequence[Cell]) -> None:
+    limits = list(dict.fromkeys(limit for cell in cells for limit in cell.goodput))
+    if not limits:
+        axes.set_axis_off()
+        return
+    width = 0.8 / len(limits)
+    for place, limit in enumerate(limits):
+        founds = [cell.goodput.get(limit) for cell in cells]
+        at = [index + width * (place - (len(limits) - 1) / 2) for index in range(len(cells))]
+        axes.bar(at, [found.passed or 0.0 if found else 0.0 for found in founds], width, label=f"TTFT <= {limit} ms")
+    axes.set_xticks(range(len(cells)), [_name(cell).replace(", ", "\n") for cell in cells])
+    axes.set(ylabel=f"goodput, requests/s (ITL p99 <= {cells[0].slo_itl_ms:g} ms)")
+    axes.legend()
+
+
+def _plot_tiers(axes: Any, cells: Sequence[Cell]) -> None:
+    """Throughput of each tier, as a multiple of one worker's; hollow where it was not saturated."""
+    cells = [cell for cell in cells if cell.prefill]
+    if not cells:
+        axes.set_axis_off()
+        return
+    for tier, marker in (("prefill", "o"), ("decode", "s")):
+        shown = [(cell, getattr(cell, tier)) for cell in cells]
+        one = min(shown, key=lambda each: (each[1].workers, each[0].workers))[1]
+        unit = one.tokens_per_s / one.workers or 1.0
+        colour = axes.plot([], [], marker=marker, linestyle="none", label=f"{tier}, 1 = {unit:,.0f} tokens/s")[0]
+        for cell, of in shown:
+            full = getattr(cell, f"{tier}_saturated")
+            face = colour.get_color() if full else "none"
+            axes.plot(of.workers, of.tokens_per_s / unit, marker, color=colour.get_color(), markerfacecolor=face)
+            axes.annotate(_name(cell), (of.workers, of.tokens_per_s / unit), fontsize=7)
+    most = max(cell.workers for cell in cells)
+    axes.plot([1, most], [1, most], linestyle=":", color="grey")
+    axes.set(xlabel="workers of the tier", ylabel="throughput of the tier (filled: saturated)")
+    axes.legend()

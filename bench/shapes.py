@@ -48,6 +48,11 @@ class Seats:
         """How many devices are in use."""
         return len({*self.prefill, *self.decode})
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether GPUs compute."""
+        return self.decode[0] != "cpu"
+
     def flags(self) -> list[str]:
         """What `paceline up` is to be told."""
         flags = [f"--decode-devices={','.join(self.decode)}"]

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.types import Limits, Role, Work, blocks_in_groups
 
-SECONDS: Final = 15
+SECONDS: Final = 10
 """What is remembered: the latest seconds in which there was anything to remember, however long ago."""
 
 _TELLING: Final = 0.02
@@ -61,7 +61,9 @@ class Recent:
     @property
     def sums(self) -> list[float]:
         """Over all of them."""
-        return [sum(column) for column in zip([0.0] * self._size, *(values for _, values in self._seconds), strict=True)]
+        return [
+            sum(column) for column in zip([0.0] * self._size, *(values for _, values in self._seconds), strict=True)
+        ]
 
 
 class Prompts(NamedTuple):

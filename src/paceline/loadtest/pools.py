@@ -23,6 +23,7 @@ class WorkerSample:
     total_blocks: int
     running: int
     waiting: int
+    busy_s: float  # since its engine's start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ def _sample(loads: Loads, at_s: float) -> Sample:
             total_blocks=worker.load.total_blocks,
             running=worker.load.running,
             waiting=worker.load.waiting,
+            busy_s=worker.load.work.busy_s,
         )
         for worker in loads.workers
     ]
