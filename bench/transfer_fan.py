@@ -150,10 +150,6 @@ def write(pipe: Connection, pool: Pool, place: Place, targets: Sequence[bytes], 
     """
     transport, _memory, _ = station(pool, place, fill=place.mark)
     ways = [Way(transport.connect(metadata), prompts_of(pool, place), pool.turn(place)) for metadata in targets]
-    pipe.send(None)
-    start, end = pipe.recv()
-    while time.monotonic() < start:
-        pass
     under_way: dict[Handle, tuple[Way, int]] = {}
 
     def post(way: Way) -> None:
@@ -161,6 +157,15 @@ def write(pipe: Connection, pool: Pool, place: Place, targets: Sequence[bytes], 
         way.posted += 1
         under_way[transport.post(way.peer, pieces, b"w")] = way, sum(piece.num_blocks for piece in pieces)
 
+    for way in ways:  # the first ones compile what copies
+        post(way)
+    while under_way:
+        for done in transport.poll().finished:
+            del under_way[done.handle]
+    pipe.send(None)
+    start, end = pipe.recv()
+    while time.monotonic() < start:
+        pass
     for _ in range(outstanding):
         for way in ways:
             post(way)
