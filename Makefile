@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ACCEPT := wheel grpcurl parity overlap pool cancel kill ready idle bad-input models distribution seeds cache beams
 PYTEST_ARGS ?=
 
-.PHONY: help env demo bench test test-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
+.PHONY: help env demo bench test test-kernels sanitize check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -38,6 +38,9 @@ test: $(STAMP) ## all tests that need no GPU
 test-kernels: $(STAMP) ## every kernel and its twin over all combinations of shapes, not just all pairs
 	TRITON_INTERPRET=$$($(BIN)/python -c 'import torch; print(int(not torch.cuda.is_available()))') KERNEL_COVER=all \
 		$(BIN)/python -m pytest tests/contract/kernels --timeout 0 $(PYTEST_ARGS)
+
+sanitize: $(STAMP) ## small cases of every kernel under compute-sanitizer; needs a GPU
+	@$(BIN)/python bench/sanitize.py
 
 check: $(STAMP) protos-check ## lint, types, import directions, stubs
 	$(BIN)/ruff check .
