@@ -14,6 +14,7 @@ and the plot beside it show all. How long it may take is said before it begins.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
@@ -72,7 +73,7 @@ def main() -> int:
     began = time.monotonic()
     report = Report("scaling", results=arguments.out)
     with report:
-        planned = list(_plan(report, arguments, setting, load_cells(kept)))
+        planned = [] if arguments.show else list(_plan(report, arguments, setting, load_cells(kept)))
         expected_s = sum(times.shape(shape, loads) for shape, _, loads in planned)
         print(f"about {expected_s / 60:.0f} min ({expected_s:.0f} s) for all of it", flush=True)
         for shape, seats, loads in planned:
@@ -88,6 +89,7 @@ def main() -> int:
                 print(error, file=sys.stderr, flush=True)
                 report.fail(str(shape), f"{type(error).__name__}: {error}".partition("\n")[0])
     cells = load_cells(kept)
+    _show(arguments.out, cells)
     judge(report, cells)
     print(markdown(cells))
     return report.finish()
@@ -188,9 +190,12 @@ def _key(setting: Setting, seats: Seats, shape: Shape, load: Load) -> tuple[obje
 
 
 def _show(out: Path, cells: Sequence[Cell]) -> None:
-    """After each cell anew, since a run may be cut off."""
+    """After each cell anew, since a run may be cut off. Where there is no matplotlib `--show` draws them elsewhere."""
+    if not cells:
+        return
     (out / "scaling.md").write_text(markdown(cells))
-    plot(cells, out / "scaling.png")
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot(cells, out / "scaling.png")
 
 
 def _model(arguments: argparse.Namespace) -> str:
@@ -234,6 +239,7 @@ def _arguments() -> argparse.Namespace:
         help="leave out what would not end in so many seconds",
     )
     parser.add_argument("--missing", action="store_true", help="only what the results do not have yet")
+    parser.add_argument("--show", action="store_true", help="measure nothing; table and plot of the results in --out")
     parser.add_argument("--places", type=int, default=None, metavar="N", help="of a closed loop, a worker; default 64")
     parser.add_argument("--processes", type=int, default=None, help="generator processes")
     parser.add_argument("--out", type=Path, default=RESULTS)
