@@ -66,14 +66,18 @@ class Setting:
 def main() -> int:
     """0 where no request failed, nothing leaked, and each worker more brought its tier what it should."""
     arguments = _arguments()
+    kept: Path = arguments.out / CELLS
+    if arguments.show:
+        _show(arguments.out, load_cells(kept))
+        print(markdown(load_cells(kept)))
+        return 0
     means = _means(arguments)
     setting = Setting(_model(arguments), arguments.workers_per_device, tuple(arguments.up_flags))
     times = Times(means, on_gpu=arguments.devices != ["cpu"])
-    kept: Path = arguments.out / CELLS
     began = time.monotonic()
     report = Report("scaling", results=arguments.out)
     with report:
-        planned = [] if arguments.show else list(_plan(report, arguments, setting, load_cells(kept)))
+        planned = list(_plan(report, arguments, setting, load_cells(kept)))
         expected_s = sum(times.shape(shape, loads) for shape, _, loads in planned)
         print(f"about {expected_s / 60:.0f} min ({expected_s:.0f} s) for all of it", flush=True)
         for shape, seats, loads in planned:
@@ -89,7 +93,6 @@ def main() -> int:
                 print(error, file=sys.stderr, flush=True)
                 report.fail(str(shape), f"{type(error).__name__}: {error}".partition("\n")[0])
     cells = load_cells(kept)
-    _show(arguments.out, cells)
     judge(report, cells)
     print(markdown(cells))
     return report.finish()
