@@ -60,7 +60,9 @@ def address_of(mapping: Mapping) -> int:
 def checksums(pool: Tensor, blocks: Sequence[int]) -> list[int]:
     """The sum of each block's words."""
     words = pool.view(pool.shape[0], -1).view(torch.int64)
-    sums: list[int] = words[list(blocks)].sum(1).tolist()
+    sums: list[int] = []
+    for first in range(0, len(blocks), 256):  # what is summed is copied before, and may be gigabytes
+        sums += words[list(blocks[first : first + 256])].sum(1).tolist()
     return sums
 
 

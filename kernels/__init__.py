@@ -14,7 +14,7 @@ from paceline.kernels.modes import batch_invariant, kernels_may_overlap, let_ker
 from paceline.kernels.native.attention import DecodePlan, decode_attention, plan_decode
 from paceline.kernels.native.quantised import attach_quantised, reads_quantised
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
-from paceline.kernels.reference import rope_tables, sampling_keys, store_rows
+from paceline.kernels.reference import ScatterCut, rope_tables, sampling_keys, store_rows
 
 AttentionPlan = reference.AttentionPlan | PagedPlan | DecodePlan
 
@@ -73,6 +73,7 @@ __all__ = [
     "Backend",
     "DecodePlan",
     "PagedPlan",
+    "ScatterCut",
     "add_rms_norm",
     "attach_quantised",
     "attention",

@@ -12,7 +12,7 @@ from paceline.kernels.reference.cache import copy_blocks, rope_and_store, rope_t
 from paceline.kernels.reference.linear import linear
 from paceline.kernels.reference.norm import add_rms_norm, qk_norm, rms_norm
 from paceline.kernels.reference.sampling import GOLDEN, exponential_noise, mix64, sample, sample_rows, sampling_keys
-from paceline.kernels.reference.scatter import scatter_blocks
+from paceline.kernels.reference.scatter import ScatterCut, scatter_blocks
 from paceline.kernels.reference.step import expand_requests, expand_tokens
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "sample",
     "sample_rows",
     "sampling_keys",
+    "ScatterCut",
     "scatter_blocks",
     "store_rows",
     "swiglu",

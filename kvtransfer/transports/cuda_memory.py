@@ -21,9 +21,6 @@ from paceline.kvtransfer.transports import cuda_driver
 from paceline.kvtransfer.transports.cuda_driver import DriverError, call, constant, current
 from paceline.kvtransfer.transports.pool_memory import Copy, CopyFailed, Mapping, Pairs
 
-PROGRAMS = 32
-"""Of the copying kernel. On an H200 each takes one of 132 multiprocessors, and so many fill 90% of an NVLink."""
-
 _HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _UUID_BYTES = 16
 _LEAST_TABLE = 256  # pairs that the smallest table holds: prompts of 4,096 tokens
@@ -69,8 +66,9 @@ class _Table:
 class CudaMemory:
     """The pool of this process on one device. One thread calls it."""
 
-    def __init__(self, *, programs: int = PROGRAMS) -> None:
-        self._programs = programs
+    def __init__(self, cut: kernels.ScatterCut | None = None) -> None:
+        self.cut = cut or kernels.ScatterCut()
+        """How the copies from now on are cut up."""
         self._region: Region | None = None
         self._tables: dict[int, list[_Table]] = {}  # free ones, by capacity
 
@@ -131,7 +129,7 @@ class CudaMemory:
                     stream.wait_stream(launched)
                 table.began.record(stream)
                 kernels.scatter_blocks(
-                    on_device, self._region.address, target.address, self._region.block_bytes, self._programs
+                    on_device, self._region.address, target.address, self._region.block_bytes, self.cut
                 )
                 table.ended.record(stream)
         except RuntimeError as error:
@@ -150,7 +148,7 @@ class CudaMemory:
         none = torch.empty(0, 2, dtype=torch.int32, device=self._torch_device)
         with torch.cuda.stream(self._stream):
             address, block_bytes = self._region.address, self._region.block_bytes
-            kernels.scatter_blocks(none, address, address, block_bytes, self._programs)
+            kernels.scatter_blocks(none, address, address, block_bytes, self.cut)
         self._stream.synchronize()
 
     def _check_access(self, device: bytes) -> None:

@@ -91,7 +91,8 @@ def _sampling() -> None:
 
 
 def _scatter() -> None:
-    kernels.scatter_blocks(torch.zeros(2, 2, dtype=torch.int32), 1 << 40, 1 << 41, 2 << 20)
+    for cut in (kernels.ScatterCut(), kernels.ScatterCut(stages=3, streaming=True), kernels.ScatterCut(stages=2)):
+        kernels.scatter_blocks(torch.zeros(2, 2, dtype=torch.int32), 1 << 40, 1 << 41, 2 << 20, cut)
 
 
 def pretend() -> None:
