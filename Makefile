@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 ACCEPT := wheel grpcurl parity overlap pool cancel kill ready idle bad-input models distribution seeds cache beams
 PYTEST_ARGS ?=
 
-.PHONY: help env demo bench test test-kernels sanitize check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
+.PHONY: help env demo bench test test-kernels sanitize gpu-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -41,6 +41,9 @@ test-kernels: $(STAMP) ## every kernel and its twin over all combinations of sha
 
 sanitize: $(STAMP) ## small cases of every kernel under compute-sanitizer; needs a GPU
 	@$(BIN)/python bench/sanitize.py
+
+gpu-kernels: $(STAMP) ## kernels on a GPU: attention over a full pool, sampling, compute-sanitizer, each in limited time
+	@$(BIN)/python bench/gpu_suite.py
 
 check: $(STAMP) protos-check ## lint, types, import directions, stubs
 	$(BIN)/ruff check .

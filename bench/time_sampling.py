@@ -1,13 +1,16 @@
 """What sampling costs on a GPU, by rows and by what they ask for, beside an argmax; its draws checked against the twin.
 
-python bench/time_sampling.py --json sampling.json
+    python bench/time_sampling.py --json sampling.json
+    TRITON_INTERPRET=1 python bench/time_sampling.py --quick      # no GPU: tries the logic, tells nothing of speed
+
+At the end the rows of `docs/performance.md`: float32, which a step's logits are, by the batches that were timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -90,20 +93,45 @@ def run(rows: int, vocab: int, device: torch.device, *, most: int) -> list[Row]:
     return found
 
 
+def table(found: Sequence[Row]) -> str:
+    """The rows of `docs/performance.md`: what each kind takes at each batch, beside an argmax."""
+    of_steps = [row for row in found if row.dtype == "float32"]
+    batches = sorted({row.rows for row in of_steps})
+    lines = {
+        kind: [row for row in of_steps if row.kind == kind] for kind in dict.fromkeys(row.kind for row in of_steps)
+    }
+    head = f"| sampling, batch {' / '.join(map(str, batches))} | us | of an argmax |\n|---|---|---|"
+    return "\n".join(
+        [
+            head,
+            *(
+                f"| {kind} | {' / '.join(f'{row.us:.1f}' for row in rows)} "
+                f"| {' / '.join(f'{row.us / row.argmax_us:.2f}' for row in rows)} |"
+                for kind, rows in lines.items()
+            ),
+        ]
+    )
+
+
 def main() -> None:
     """Measures, prints, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rows", type=int, nargs="*", default=(1, 16, 64, 128))
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, interpreted: tries the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.quick:
+        args.device, args.rows, args.vocab = "cpu", (1, 3), 700
     torch.manual_seed(0)
     device = torch.device(args.device)
     backend = kernels.Backend.TRITON
     with kernels.forced(backend):
         found = [row for rows in args.rows for row in run(rows, args.vocab, device, most=128)]
+    print(table(found))
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
     wrong = sum(row.differing for row in found)
     print(f"{wrong} draws of {sum(min(128, row.rows) for row in found)} differ from the twin's")
