@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-ACCEPT := wheel grpcurl parity overlap pool cancel kill ready idle bad-input models distribution seeds cache beams
+ACCEPT := wheel grpcurl parity overlap pool cancel kill hand-offs ready idle bad-input models distribution seeds cache beams
 PYTEST_ARGS ?=
 
 .PHONY: help env demo bench test test-kernels sanitize gpu-kernels check format protos protos-check protos-release constraints accept $(ACCEPT:%=accept-%) print-python clean

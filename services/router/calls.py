@@ -26,6 +26,8 @@ RETARGET_TIMEOUT_S: Final = 30.0
 _LATE_S: Final = 2.0
 """A worker's own deadline comes this much later than the router's, which is the one that is reported."""
 
+_PROBE_S: Final = 1.0
+"""Bound on the answer of a worker whose connection broke, or whose lease ended."""
 _STATUS_S: Final = 1.0
 """Bound on the wait for a stream's status after its finish."""
 
@@ -202,6 +204,25 @@ class WorkerClient:
     async def close(self) -> None:
         """Closes the channel; calls in flight fail with WorkerLost."""
         await self._channel.close()
+
+    async def lost(self) -> None:
+        """Returns when a connection is lost, and this life of the worker does not answer on a new one."""
+        while True:
+            while (state := self._channel.get_state()) is not grpc.ChannelConnectivity.READY:
+                await self._channel.wait_for_state_change(state)
+            await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            if not await self.answers():
+                return
+
+    async def answers(self) -> bool:
+        """True where this life of the worker answers, soon: another one at its address does not count."""
+        prefills = self.info.role is Role.PREFILL
+        request = prefill_pb2.PrefillGetServerInfoRequest if prefills else decode_pb2.DecodeGetServerInfoRequest
+        try:
+            answer = await self._stub.GetServerInfo(request(), timeout=_PROBE_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return False
+        return wire.key_from_proto(answer.server.worker) == self.info.key
 
     def prefill(self, job: Job, *, attempt: int, decode: WorkerInfo) -> PrefillCall:
         """Starts the computation of a prompt for a reservation's attempt. Raises WorkerLost on a closed channel."""

@@ -48,6 +48,14 @@ class PrefillFailed(msgspec.Struct, frozen=True):
     error: PacelineError
 
 
+class WriterLost(msgspec.Struct, frozen=True):
+    """The prefill worker that has an attempt in hand is lost; its call may have been answered."""
+
+    attempt: int
+    worker: WorkerKey
+    error: PacelineError
+
+
 class DecodeFailed(msgspec.Struct, frozen=True):
     """The stream of the decode worker failed."""
 
@@ -66,7 +74,16 @@ class CallBroke(msgspec.Struct, frozen=True):
     error: EngineError
 
 
-Event = DecodeEvent | PrefillReplied | PrefillFailed | DecodeFailed | RetargetOutcome | RetargetFailed | CallBroke
+Event = (
+    DecodeEvent
+    | PrefillReplied
+    | PrefillFailed
+    | WriterLost
+    | DecodeFailed
+    | RetargetOutcome
+    | RetargetFailed
+    | CallBroke
+)
 
 
 class Record(msgspec.Struct, kw_only=True):

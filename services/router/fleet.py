@@ -11,11 +11,12 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.errors import Draining, Overloaded, PacelineError, WorkerLost
+from paceline.errors import Draining, EngineLost, Overloaded, PacelineError, WorkerLost
 from paceline.log import get_logger
 from paceline.metrics import RouterMetrics
 from paceline.services.router.balance import Balance, MeanRequest, balance
 from paceline.services.router.calls import WorkerClient
+from paceline.services.router.deaths import Deaths, OnDeath, Watch
 from paceline.services.router.placement import (
     Ask,
     Choice,
@@ -61,6 +62,8 @@ class Fleet:
         self._placement = placement
         self._mean_request = MeanRequest()
         self._clients: dict[WorkerKey, WorkerClient] = {}
+        self._deaths = Deaths()
+        self._vigils: dict[WorkerKey, asyncio.Task[None]] = {}  # over the connections to prefill workers
         self._chores: set[asyncio.Task[None]] = set()
 
     # ---- the workers come and go -------------------------------------------------------------------------------------
@@ -72,7 +75,9 @@ class Fleet:
             _log.info("worker replaced", worker=str(replaced.key), by=str(info.key))
             self._forget(replaced.key)
         if info.key not in self._clients:
-            self._clients[info.key] = WorkerClient(info)
+            client = self._clients[info.key] = WorkerClient(info)
+            if info.role is Role.PREFILL:
+                self._vigils[info.key] = asyncio.get_running_loop().create_task(self._keep_vigil(client))
             _log.info("worker registered", worker=str(info.key), role=info.role.value, address=info.address)
         self._count()
         self.on_room()
@@ -86,8 +91,8 @@ class Fleet:
     async def watch(self) -> None:
         """Drops workers whose lease ends, until cancelled.
 
-        They get nothing new. Their calls in flight go on: it may be this process that did not hear, and gRPC's
-        keep-alive finds a peer that is dead.
+        They get nothing new. Their calls in flight go on where they still answer: it may be this process that did not
+        hear.
         """
         while True:
             expiry = self.registry.next_expiry()
@@ -95,13 +100,16 @@ class Fleet:
             gone = self.registry.expire(now=self.now)
             for info in gone:
                 _log.warning("worker's lease ended", worker=str(info.key), lease_s=self._lease_s)
-                self._let_go(info.key)
+                self.spawn(self._look_after(info))
             if gone:
                 self._count()
                 self.on_room()  # a prompt whose prefill workers are gone may go to a decode worker now
 
     async def close(self) -> None:
         """Closes every channel and waits for what runs in the background."""
+        for vigil in self._vigils.values():
+            vigil.cancel()
+        await asyncio.gather(*self._vigils.values(), return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
         await asyncio.gather(*self._chores, return_exceptions=True)
@@ -150,8 +158,23 @@ class Fleet:
                 self.registry.rest(key, until=self.now + min(error.retry_after_s, _LONGEST_REST_S))
             case Draining():
                 self.registry.drains(key)
+            case EngineLost():  # its front's own word
+                self._lost(key, error)
             case _:
                 self.registry.suspect(key)
+
+    def on_death(self, claim: Claim, tell: OnDeath) -> Watch:
+        """Watches over a claimed prefill worker: `tell` is called, once, where it is lost before the watch ends.
+
+        That is so when its front says that its engine is gone, when its connection breaks or its lease ends and it
+        does not answer, and when a later life replaces it.
+        """
+        return self._deaths.watch(claim.key, tell)
+
+    def end_watch(self, watch: Watch) -> None:
+        """Ends it: all has landed, or the attempt is given up."""
+        self._deaths.end(watch)
+        self._let_go(watch.key)
 
     def unfit(self, prefill: WorkerKey, decode: WorkerKey) -> None:
         """Never pairs two workers again in these lives of theirs."""
@@ -159,6 +182,11 @@ class Fleet:
         self.registry.unfit(prefill, decode)
 
     # ---- what is known of them ---------------------------------------------------------------------------------------
+
+    @property
+    def hand_offs_watched(self) -> int:
+        """Attempts whose prefill worker is watched over: all may not have landed yet."""
+        return len(self._deaths)
 
     @property
     def now(self) -> float:
@@ -229,13 +257,36 @@ class Fleet:
             local_reason=choice.local_reason,
         )
 
+    async def _keep_vigil(self, client: WorkerClient) -> None:
+        """The end of a process ends its connections, which tells at once what no call may be there to tell."""
+        while True:
+            await client.lost()
+            key = client.info.key
+            self._lost(key, WorkerLost(f"prefill worker {key} is lost: its connection broke, and it does not answer"))
+
+    async def _look_after(self, info: WorkerInfo) -> None:
+        """Its lease has ended: asks it once more before what it has in hand goes elsewhere."""
+        client = self._clients.get(info.key)
+        if client is not None and not await client.answers():
+            self._lost(info.key, WorkerLost(f"{info.role.value} worker {info.key} is lost: its lease ended"))
+        self._let_go(info.key)
+
+    def _lost(self, key: WorkerKey, error: PacelineError) -> None:
+        self.registry.suspect(key)
+        if told := self._deaths.tell(key, error):
+            _log.warning("hand-offs lost their worker", worker=str(key), hand_offs=told, reason=error.message)
+
     def _let_go(self, key: WorkerKey) -> None:
         """Forgets a worker whose lease has ended, once it has nothing of ours in its hands."""
-        if self.registry.let_go(key):
+        if key not in self._deaths and self.registry.let_go(key):
             self._forget(key)
 
     def _forget(self, key: WorkerKey) -> None:
-        client = self._clients.pop(key, None)
+        client, vigil = self._clients.pop(key, None), self._vigils.pop(key, None)
+        if vigil is not None:
+            vigil.cancel()
+        # Nobody would tell of it later.
+        self._deaths.tell(key, WorkerLost(f"worker {key} is gone"))
         if client is not None:
             self.spawn(client.close())
 

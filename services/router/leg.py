@@ -9,6 +9,7 @@ Both calls start at once, under one reservation id; the prefill worker's first, 
              finish            the end
              fails             before its `reserved`, or anything is sent: again elsewhere; later: the client is told
     prefill  replies           its tokens go on at once: the first token never waits for the decode worker
+             is lost           after its reply too, until the decode worker's first token says that all has landed
              fails             the decode worker is asked to re-target, to another prefill worker once, else to itself
     retarget attempt/local/already landed
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, Final
 
 from paceline.errors import (
@@ -47,6 +49,7 @@ from paceline.services.router.calls import (
     RetargetOutcome,
 )
 from paceline.services.router.choices import Heard
+from paceline.services.router.deaths import Watch
 from paceline.services.router.events import (
     LOST,
     UNFIT,
@@ -59,6 +62,7 @@ from paceline.services.router.events import (
     PrefillReplied,
     Record,
     RetargetFailed,
+    WriterLost,
 )
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.placement import Ask, LocalPrefill
@@ -109,6 +113,8 @@ class Leg:
         self._prefill: Claim | None = placed.prefill  # whose call is, or is about to be, in flight
         self._prefill_call: PrefillCall | None = None
         self._prefill_task: asyncio.Task[None] | None = None
+        self._replied = False  # the attempt's prefill worker did: all may have landed, or its last write is under way
+        self._watch: Watch | None = None  # over the attempt's prefill worker, until all has landed
         self._failed: set[WorkerKey] = set()
         self._deadline = fleet.now + job.timeout_s
         self._patience: asyncio.TimerHandle | None = None  # with a decode worker that has not said `reserved`
@@ -153,6 +159,7 @@ class Leg:
     def _handle(self, event: Event) -> Ended | Again | None:
         match event:
             case NewTokens() | ChoiceFinished():
+                self._end_watch()
                 return self._on_said(event)
             case Reserved():
                 self._on_reserved(event)
@@ -168,6 +175,8 @@ class Leg:
                 return self._on_prefill_replied(event)
             case PrefillFailed():
                 return self._on_prefill_failed(event)
+            case WriterLost():
+                return self._on_writer_lost(event)
             case RetargetOutcome():
                 self._on_retarget_outcome(event)
             case RetargetFailed():
@@ -224,6 +233,7 @@ class Leg:
             return None  # of an attempt that was given up meanwhile
         reply = event.reply
         self._record.note(reply)
+        self._replied = True
         self._fleet.report(self._prefill.key, reply.load)
         self._end_prefill()
         for said in _first_words(reply, self._job.sampling):
@@ -240,6 +250,7 @@ class Leg:
         worker, error = self._prefill.key, self._judged(event.error, self._prefill)
         _log.warning("prefill failed", worker=str(worker), attempt=event.attempt, reason=error.reason)
         self._end_prefill()
+        self._end_watch()
         if isinstance(error, (InvalidRequest, DeadlineExceeded)):
             raise error
         if isinstance(error, UNFIT):
@@ -253,6 +264,20 @@ class Leg:
             self._ask_retarget(error)
         else:
             self._owed = error
+        return None
+
+    def _on_writer_lost(self, event: WriterLost) -> Again | None:
+        """Whatever it had not sent will not come: the decode worker alone knows whether that is anything."""
+        if event.attempt != self._attempt or self._local:
+            return None
+        if not self._replied:
+            return self._on_prefill_failed(PrefillFailed(event.attempt, event.error))
+        _log.warning("prefill worker lost after its reply", worker=str(event.worker), attempt=event.attempt)
+        self._failed.add(event.worker)
+        if self._reserved:
+            self._ask_retarget(event.error)
+        else:
+            self._owed = event.error
         return None
 
     def _on_retarget_outcome(self, outcome: RetargetOutcome) -> None:
@@ -275,6 +300,7 @@ class Leg:
         if silent is not None:
             self._failed.add(silent.key)
             self._end_prefill()
+        self._end_watch()
         self._attempt = attempt
         self._record.attempts = attempt
         claim = self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=self._failed)
@@ -312,6 +338,7 @@ class Leg:
         """Leaves the prompt to the decode worker, which says so in its answer and on its stream, in any order."""
         if not self._local:
             self._local = True
+            self._end_watch()
             self._end_prefill()
             self._record.prefill_worker = None
             self._fleet.count_fallback(reason)
@@ -319,8 +346,8 @@ class Leg:
     def _ask_retarget(self, error: PacelineError) -> None:
         """Asks the decode worker to give the attempt up: for another prefill worker once, then for itself."""
         free = self._attempt == 1 and self._fleet.has_prefill(self._ask, self._decode.worker, exclude=self._failed)
-        if not free and self._fleet.policy.local_prefill is LocalPrefill.NEVER:
-            raise error
+        if not free and self._fleet.policy.local_prefill is LocalPrefill.NEVER and not self._replied:
+            raise error  # after a reply the decode worker is to say first that it has not landed
         self._retarget(local=not free)
 
     def _retarget(self, *, local: bool) -> None:
@@ -329,6 +356,10 @@ class Leg:
     def _start_prefill(self) -> None:
         assert self._prefill is not None, "a prefill worker is claimed before it is called"
         self._record.prefill_worker = self._prefill.key
+        self._replied = False
+        self._watch = self._fleet.on_death(
+            self._prefill, partial(self._hear_of_death, self._attempt, self._prefill.key)
+        )
         decode = self._decode.worker.info
         try:
             # Here and not in the task: so it is on its way before anything is done for the decode worker's call.
@@ -339,6 +370,14 @@ class Leg:
             return
         self._prefill_call = call
         self._prefill_task = self._start(self._hear_prefill(call, self._attempt))
+
+    def _hear_of_death(self, attempt: int, worker: WorkerKey, error: PacelineError) -> None:
+        self._take(WriterLost(attempt, worker, error))
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._fleet.end_watch(self._watch)
+            self._watch = None
 
     def _end_prefill(self) -> None:
         """Gives the prefill worker's claim back, and cancels its call where that has not ended."""
@@ -367,6 +406,7 @@ class Leg:
 
     async def _stop(self) -> None:
         self._end_patience()
+        self._end_watch()
         if self._stream is not None:
             self._stream.cancel()
         self._end_prefill()

@@ -243,6 +243,7 @@ class WorkerFront(ABC, Generic[Config]):
             drained.cancel()
         if lost.done():
             _log.error("engine lost", status=lost.result())
+            self.draining = True  # for the heart-beats of its last moments
             self.fail_all(EngineLost(f"the engine of {self.key} ended with status {lost.result()}"))
             await server.stop(_FAREWELL_S)
             return 1

@@ -168,13 +168,21 @@ class RouterBench:
         response: router_pb2.RouterGetLoadsResponse = await self.stub.GetLoads(router_pb2.RouterGetLoadsRequest())
         return response
 
-    async def until(self, *, active: int | None = None, queued: int | None = None, workers: int | None = None) -> None:
-        """Waits until the router has so many requests at work, in its queue, and workers."""
+    async def until(
+        self,
+        *,
+        active: int | None = None,
+        queued: int | None = None,
+        workers: int | None = None,
+        hand_offs_watched: int | None = None,
+    ) -> None:
+        """Waits until the router has so many requests at work, in its queue, workers, and hand-offs under watch."""
+        wanted = (active, queued, workers, hand_offs_watched)
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 loads = await self.loads()
-                seen = (loads.active, loads.queued, len(loads.workers))
-                if all(want in (None, got) for want, got in zip((active, queued, workers), seen, strict=True)):
+                seen = (loads.active, loads.queued, len(loads.workers), self.server.fleet.hand_offs_watched)
+                if all(want in (None, got) for want, got in zip(wanted, seen, strict=True)):
                     return
                 await asyncio.sleep(0.01)
 
@@ -202,6 +210,7 @@ async def router_bench(**settings: Any) -> AsyncIterator[RouterBench]:
             yield bench
             await bench.until(active=0, queued=0)
             assert bench.claims() == 0, "every claim on a worker is given back"
+            assert server.fleet.hand_offs_watched == 0, "no watch outlives its request"
     finally:
         await server.stop(grace_s=0.0)
 

@@ -177,6 +177,7 @@ class _Worker:
         self.load = WorkerLoad(total_blocks=pool_blocks, free_blocks=pool_blocks)
         self.port = 0
         self.claim_token = f"token of {self.key}".encode()
+        self.hangs = False  # it answers no question about itself any more
         self._dtype = dtype
         self._server = grpc.aio.server(options=wire.SERVER_OPTIONS)
 
@@ -206,6 +207,12 @@ class _Worker:
         """Binds a free port and serves."""
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
+
+    async def server_info(self) -> common_pb2.ServerInfo:
+        """What GetServerInfo answers, where it does."""
+        if self.hangs:
+            await asyncio.Event().wait()
+        return common_pb2.ServerInfo(role=wire.role_to_proto(self.role), worker=wire.key_to_proto(self.key))
 
     async def die(self) -> None:
         """Closes every connection at once. A second call does nothing."""
@@ -244,6 +251,12 @@ class ScriptedPrefill(_Worker, prefill_pb2_grpc.PrefillServicer):
         self.calls.put_nowait(call)
         return await call.run(context)
 
+    async def GetServerInfo(
+        self, _request: prefill_pb2.PrefillGetServerInfoRequest, _context: Context
+    ) -> prefill_pb2.PrefillGetServerInfoResponse:
+        """Who this is."""
+        return prefill_pb2.PrefillGetServerInfoResponse(server=await self.server_info())
+
 
 class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
     """A decode worker. `on_retarget` answers Retarget; by default, that the worker computes the prompt itself."""
@@ -281,6 +294,12 @@ class ScriptedDecode(_Worker, decode_pb2_grpc.DecodeServicer):
         call = DecodeCall(request, self.load)
         self.calls.put_nowait(call)
         await call.run(context)
+
+    async def GetServerInfo(
+        self, _request: decode_pb2.DecodeGetServerInfoRequest, _context: Context
+    ) -> decode_pb2.DecodeGetServerInfoResponse:
+        """Who this is."""
+        return decode_pb2.DecodeGetServerInfoResponse(server=await self.server_info())
 
     async def Retarget(self, request: decode_pb2.RetargetRequest, context: Context) -> decode_pb2.RetargetResponse:
         """Notes the call and answers as the test said."""
