@@ -39,8 +39,8 @@ BUDGET_MS: Final = 2.0
 PROMPTS: Final = (1_024, 4_096)
 OUTPUT: Final = 16
 WARM_UP: Final = 20
-BATCH, TOKENS = 64, 128
-"""Of the relay: requests at once, and tokens of each."""
+BATCH: Final = 64
+"""Requests at once, of the relay."""
 PATH: Final = (
     "client: sends",
     "router: entered",
@@ -187,8 +187,8 @@ class Relayed:
     gaps_ms: list[float]
 
 
-async def relay(cluster: Cluster) -> Relayed:
-    """A batch of requests, each of which gets a token a step."""
+async def relay(cluster: Cluster, tokens_each: int) -> Relayed:
+    """A batch of requests, each of which gets so many tokens, one a step."""
     before, began = cluster.cpu_s(), time.monotonic()
     tokens = pieces = 0
     gaps: list[float] = []
@@ -196,7 +196,7 @@ async def relay(cluster: Cluster) -> Relayed:
     async def ask(client: AsyncClient) -> None:
         nonlocal tokens, pieces
         last = None
-        async with client.generate([9] * 64, max_tokens=TOKENS, ignore_eos=True) as stream:
+        async with client.generate([9] * 64, max_tokens=tokens_each, ignore_eos=True) as stream:
             async for chunk in stream:
                 now = time.monotonic()
                 if last is not None and chunk.token_ids:
@@ -239,14 +239,14 @@ async def measure_latency(report: Report, clusters: Sequence[Cluster], requests:
         report.at_most(f"{prompt_tokens} tokens: the path's own time", taken, BUDGET_MS, "ms")
 
 
-async def measure_relay(report: Report, clusters: Sequence[Cluster], rounds: int) -> None:
+async def measure_relay(report: Report, clusters: Sequence[Cluster], rounds: int, tokens_each: int) -> None:
     """What a token costs."""
     runs: dict[str, list[Relayed]] = {cluster.name: [] for cluster in clusters}
     for cluster in clusters:
-        await relay(cluster)
+        await relay(cluster, tokens_each)
     for _ in range(rounds):
         for cluster in clusters:
-            runs[cluster.name].append(await relay(cluster))
+            runs[cluster.name].append(await relay(cluster, tokens_each))
     for name, done in runs.items():
         for role in ("decode", "router"):
             report.note(
@@ -267,6 +267,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, metavar="N", help="for each length of prompt")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of the relay")
     parser.add_argument("--step-ms", type=float, default=16.0, metavar="MS", help="between two tokens of the relay")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of each of the relay's requests")
     parser.add_argument("--port", type=int, default=None, metavar="P", help="first of 3, or 6; free ones by default")
     arguments = parser.parse_args()
     report = Report("request-path")
@@ -295,7 +296,7 @@ def main() -> int:
         if arguments.rounds:
             with contextlib.ExitStack() as stack:
                 plain = clusters(stack, folder, step_ms=arguments.step_ms, stamped=False)
-                uvloop.run(measure_relay(report, plain, arguments.rounds))
+                uvloop.run(measure_relay(report, plain, arguments.rounds, arguments.tokens))
     return report.finish()
 
 

@@ -21,7 +21,7 @@ RETARGET_TO_REMOTE: RetargetTo
 RETARGET_TO_LOCAL: RetargetTo
 
 class DecodeGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "reservation_id", "prompt", "sampling", "local", "timeout", "priority", "cache_salt")
+    __slots__ = ("request_id", "epoch", "reservation_id", "prompt", "sampling", "local", "timeout", "priority", "cache_salt", "token_stream")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class DecodeGenerateRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_STREAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     reservation_id: str
@@ -40,7 +41,8 @@ class DecodeGenerateRequest(_message.Message):
     timeout: _duration_pb2.Duration
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., local: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    token_stream: str
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., local: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_stream: _Optional[str] = ...) -> None: ...
 
 class DecodeGenerateResponse(_message.Message):
     __slots__ = ("reserved", "tokens", "finish", "retargeted", "choice_finish")
@@ -55,6 +57,28 @@ class DecodeGenerateResponse(_message.Message):
     retargeted: Retargeted
     choice_finish: ChoiceFinish
     def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish: _Optional[_Union[DecodeFinish, _Mapping]] = ..., retargeted: _Optional[_Union[Retargeted, _Mapping]] = ..., choice_finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ...) -> None: ...
+
+class StreamTokensRequest(_message.Message):
+    __slots__ = ("token_stream", "epoch")
+    TOKEN_STREAM_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    token_stream: str
+    epoch: int
+    def __init__(self, token_stream: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class StreamTokensResponse(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[RequestAnswer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[RequestAnswer, _Mapping]]] = ...) -> None: ...
+
+class RequestAnswer(_message.Message):
+    __slots__ = ("reservation_id", "answer")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    answer: DecodeGenerateResponse
+    def __init__(self, reservation_id: _Optional[str] = ..., answer: _Optional[_Union[DecodeGenerateResponse, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("attempt", "load")

@@ -40,6 +40,11 @@ class DecodeStub:
                 request_serializer=paceline_dot_protos_dot_decode__pb2.DecodeGenerateRequest.SerializeToString,
                 response_deserializer=paceline_dot_protos_dot_decode__pb2.DecodeGenerateResponse.FromString,
                 _registered_method=True)
+        self.StreamTokens = channel.unary_stream(
+                '/paceline.v1.Decode/StreamTokens',
+                request_serializer=paceline_dot_protos_dot_decode__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=paceline_dot_protos_dot_decode__pb2.StreamTokensResponse.FromString,
+                _registered_method=True)
         self.ClaimWrite = channel.unary_unary(
                 '/paceline.v1.Decode/ClaimWrite',
                 request_serializer=paceline_dot_protos_dot_decode__pb2.ClaimWriteRequest.SerializeToString,
@@ -83,6 +88,14 @@ class DecodeServicer:
 
     def Generate(self, request, context):
         """Generate reserves blocks at once or refuses at once, and streams tokens when the prompt's KV has landed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamTokens(self, request, context):
+        """StreamTokens carries the answers of all those Generate calls that name it, a message a step. They go on by
+        themselves, from their beginning, where it ends before they do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +155,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=paceline_dot_protos_dot_decode__pb2.DecodeGenerateRequest.FromString,
                     response_serializer=paceline_dot_protos_dot_decode__pb2.DecodeGenerateResponse.SerializeToString,
+            ),
+            'StreamTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamTokens,
+                    request_deserializer=paceline_dot_protos_dot_decode__pb2.StreamTokensRequest.FromString,
+                    response_serializer=paceline_dot_protos_dot_decode__pb2.StreamTokensResponse.SerializeToString,
             ),
             'ClaimWrite': grpc.unary_unary_rpc_method_handler(
                     servicer.ClaimWrite,
@@ -207,6 +225,33 @@ class Decode:
             '/paceline.v1.Decode/Generate',
             paceline_dot_protos_dot_decode__pb2.DecodeGenerateRequest.SerializeToString,
             paceline_dot_protos_dot_decode__pb2.DecodeGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Decode/StreamTokens',
+            paceline_dot_protos_dot_decode__pb2.StreamTokensRequest.SerializeToString,
+            paceline_dot_protos_dot_decode__pb2.StreamTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

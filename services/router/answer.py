@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from paceline.errors import EngineError, WorkerLost
-from paceline.services.router.calls import TransferSum
+from paceline.services.router.words import TransferSum
 from paceline.text import StopMatcher
 from paceline.types import FinishReason, TokenLogprob, Usage, WorkerKey
 

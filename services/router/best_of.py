@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from paceline.services.router.answer import ChoiceEnd, Piece
-from paceline.services.router.calls import ChoiceFinished, NewTokens
 from paceline.services.router.choices import Choices, Heard
 from paceline.services.router.prompt import Best
+from paceline.services.router.words import ChoiceFinished, NewTokens
 from paceline.types import FinishReason, TokenLogprob
 
 

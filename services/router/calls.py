@@ -6,18 +6,21 @@ A call is cancelled explicitly, by `cancel`. Closing a worker's client (it resta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, cast
 
 import grpc
-import msgspec
 
 from paceline import wire
-from paceline.errors import DeadlineExceeded, EngineError, WorkerLost
+from paceline.errors import DeadlineExceeded, EngineError, PacelineError, WorkerLost
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from paceline.services.router.events import DecodeFailed
+from paceline.services.router.from_proto import decode_event, load_of, prefill_reply
 from paceline.services.router.registry import WorkerInfo
-from paceline.types import FinishReason, ReservationId, Role, SamplingParams, TokenLogprob, WorkerLoad
+from paceline.services.router.token_stream import TokenStream
+from paceline.services.router.words import DecodeEvent, DecodeFinished, Job, PrefillReply, RetargetOutcome
+from paceline.types import ReservationId, Role
 
 ABORT_TIMEOUT_S: Final = 5.0
 """Bound on Abort, which a live worker answers at once."""
@@ -32,98 +35,6 @@ _STATUS_S: Final = 1.0
 """Bound on the wait for a stream's status after its finish."""
 
 
-class TransferSum(msgspec.Struct, frozen=True, kw_only=True):
-    """What a hand-off moved."""
-
-    blocks: int = 0
-    bytes: int = 0
-    parts: int = 0
-    parts_before_last_chunk: int = 0
-    duration_s: float = 0.0
-    held_blocks: int = 0  # there already, and not moved
-
-
-class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill worker's answer: the first token of each choice, and the finish where they end the request."""
-
-    tokens: tuple[int, ...]
-    finish: FinishReason | None
-    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where they were asked for
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finishes: tuple[FinishReason, ...] = ()  # of all choices, where `finish` is set
-    duration_s: float
-    cached_tokens: int
-    transfer: TransferSum  # as far as it had come
-    load: WorkerLoad | None
-
-
-class Reserved(msgspec.Struct, frozen=True, kw_only=True):
-    """The decode worker accepted, and waits for the writer of `attempt`."""
-
-    attempt: int
-    load: WorkerLoad | None
-
-
-class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a step; `index` is the first one's in the answer."""
-
-    index: int
-    ids: tuple[int, ...]
-    choice: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()  # of `ids`, where they were asked for
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # once, where they were asked for
-
-
-class ChoiceFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several choices has ended."""
-
-    choice: int
-    reason: FinishReason
-    completion_tokens: int
-
-
-class Retargeted(msgspec.Struct, frozen=True, kw_only=True):
-    """The decode worker gave an attempt up. `attempt` is the next; None where it computes the prompt itself."""
-
-    attempt: int | None
-
-
-class DecodeFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The decode worker's last word on a request."""
-
-    reason: FinishReason
-    completion_tokens: int
-    prompt_tokens_computed: int
-    cached_tokens: int
-    transfer: TransferSum
-    attempts: int
-    load: WorkerLoad | None
-
-
-DecodeEvent = Reserved | NewTokens | ChoiceFinished | Retargeted | DecodeFinished
-
-
-class RetargetOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to Retarget: the next attempt, or `local`, or `landed` where all of the KV is there already."""
-
-    attempt: int | None = None
-    local: bool = False
-    landed: bool = False
-    load: WorkerLoad | None = None
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What both workers are told of a request."""
-
-    request_id: str
-    reservation_id: ReservationId
-    prompt: wire.EncodedIds
-    sampling: SamplingParams
-    timeout_s: float
-    priority: int = 0
-    cache_salt: str = ""
-
-
 class PrefillCall:
     """One Prefill in flight."""
 
@@ -135,17 +46,7 @@ class PrefillCall:
         """The answer, or the error it failed with."""
         async with _failing_as(self._worker):
             answer = await self._call
-        return PrefillReply(
-            tokens=tuple(answer.tokens),
-            finish=wire.finish_from_proto(answer.finish),
-            logprobs=_logprobs(answer.logprobs),
-            prompt_logprobs=_logprobs(answer.prompt_logprobs),
-            finishes=tuple(wire.finish_from_proto(each) or FinishReason.ERROR for each in answer.finishes),
-            duration_s=wire.seconds(answer.duration),
-            cached_tokens=answer.cached_tokens,
-            transfer=_transfer(answer.transfer),
-            load=_load(answer),
-        )
+        return prefill_reply(answer)
 
     def cancel(self) -> None:
         """Ends the call; the worker sees it cancelled."""
@@ -153,27 +54,52 @@ class PrefillCall:
 
 
 class DecodeStream:
-    """One Decode.Generate in flight."""
+    """One Decode.Generate in flight. What is said of it comes over the worker's token stream, or over its own call."""
 
-    def __init__(self, call: Any, worker: WorkerInfo) -> None:
+    def __init__(
+        self,
+        call: Any,
+        worker: WorkerInfo,
+        reservation_id: ReservationId,
+        tokens: TokenStream,
+        take: Callable[[DecodeEvent | DecodeFailed], None],
+    ) -> None:
+        """`take` is called for each thing said, in order; some may be said again, from the first one on. It never
+        raises.
+        """
         self._call = call
         self._worker = worker
+        self._reservation_id = reservation_id
+        self._tokens = tokens
+        self._take = take
+        tokens.join(reservation_id, self._hear)
 
-    async def events(self) -> AsyncIterator[DecodeEvent]:
-        """What the worker says, up to its finish. A stream that ends without one raises WorkerLost."""
-        async with _failing_as(self._worker):
-            async for message in self._call:
-                event = _decode_event(message)
-                if isinstance(event, DecodeFinished):
-                    await self._end()
-                    yield event
-                    return
-                yield event
-        raise WorkerLost(f"decode worker {self._worker.key} ended its stream without a finish")
+    async def listen(self) -> None:
+        """Hears what comes over the call itself, to its end: a failure, unless a finish came first."""
+        try:
+            async with _failing_as(self._worker):
+                async for message in self._call:
+                    event = decode_event(message)
+                    if isinstance(event, DecodeFinished):
+                        await self._end()
+                        self._take(event)
+                        return
+                    self._take(event)
+            raise WorkerLost(f"decode worker {self._worker.key} ended its stream without a finish")
+        except PacelineError as error:
+            self._take(DecodeFailed(error))
 
     def cancel(self) -> None:
         """Ends the call; the worker sees it cancelled, unless it has ended it."""
+        self._tokens.leave(self._reservation_id)
         self._call.cancel()
+
+    def _hear(self, message: decode_pb2.DecodeGenerateResponse) -> None:
+        try:
+            event: DecodeEvent | DecodeFailed = decode_event(message)
+        except PacelineError as error:
+            event = DecodeFailed(error)
+        self._take(event)
 
     async def _end(self) -> None:
         """Waits for the status behind the finish, so that a worker that is done is not cancelled on its last line."""
@@ -200,9 +126,12 @@ class WorkerClient:
         self._generate: Callable[..., Any] = self._channel.unary_stream(
             "/paceline.v1.Decode/Generate", response_deserializer=decode_pb2.DecodeGenerateResponse.FromString
         )
+        self._tokens = TokenStream(self._stub.StreamTokens, info) if info.role is Role.DECODE else None
 
     async def close(self) -> None:
         """Closes the channel; calls in flight fail with WorkerLost."""
+        if self._tokens is not None:
+            await self._tokens.close()
         await self._channel.close()
 
     async def lost(self) -> None:
@@ -240,8 +169,9 @@ class WorkerClient:
         prompt = job.prompt.as_field(prefill_pb2.PrefillRequest.PROMPT_FIELD_NUMBER)
         return PrefillCall(self._call(self._prefill, request.SerializeToString() + prompt, job), self.info)
 
-    def generate(self, job: Job, *, local: bool) -> DecodeStream:
+    def generate(self, job: Job, *, local: bool, take: Callable[[DecodeEvent | DecodeFailed], None]) -> DecodeStream:
         """Starts a request on a decode worker; `local`: it computes the prompt itself. Raises as `prefill` does."""
+        assert self._tokens is not None, "a decode worker is asked to generate"
         request = decode_pb2.DecodeGenerateRequest(
             request_id=job.request_id,
             epoch=self.info.key.epoch,
@@ -251,9 +181,11 @@ class WorkerClient:
             timeout=wire.duration(job.timeout_s),
             priority=job.priority,
             cache_salt=job.cache_salt,
+            token_stream=self._tokens.name,
         )
         prompt = job.prompt.as_field(decode_pb2.DecodeGenerateRequest.PROMPT_FIELD_NUMBER)
-        return DecodeStream(self._call(self._generate, request.SerializeToString() + prompt, job), self.info)
+        call = self._call(self._generate, request.SerializeToString() + prompt, job)
+        return DecodeStream(call, self.info, job.reservation_id, self._tokens, take)
 
     def _call(self, method: Callable[..., Any], request: bytes, job: Job) -> Any:
         try:
@@ -270,7 +202,7 @@ class WorkerClient:
         )
         async with _failing_as(self.info):
             answer = await self._stub.Retarget(request, timeout=RETARGET_TIMEOUT_S)
-        load = _load(answer)
+        load = load_of(answer)
         match answer.WhichOneof("outcome"):
             case "attempt":
                 return RetargetOutcome(attempt=answer.attempt, load=load)
@@ -314,63 +246,3 @@ async def _failing_as(worker: WorkerInfo) -> AsyncIterator[None]:
             raise
         # Nobody cancelled this task: the channel was closed under the call.
         raise WorkerLost(f"{who} is gone: it restarted") from None
-
-
-def _load(message: Any) -> WorkerLoad | None:
-    return wire.load_from_proto(message.load) if message.HasField("load") else None
-
-
-def _decode_event(message: decode_pb2.DecodeGenerateResponse) -> DecodeEvent:
-    match message.WhichOneof("event"):
-        case "reserved":
-            return Reserved(attempt=message.reserved.attempt, load=_load(message.reserved))
-        case "tokens":
-            said = message.tokens
-            return NewTokens(
-                index=said.index,
-                ids=tuple(said.ids),
-                choice=said.choice,
-                logprobs=_logprobs(said.logprobs),
-                prompt_logprobs=_logprobs(said.prompt_logprobs),
-            )
-        case "choice_finish":
-            ended = message.choice_finish
-            return ChoiceFinished(
-                choice=ended.choice,
-                reason=wire.finish_from_proto(ended.reason) or FinishReason.ERROR,
-                completion_tokens=ended.completion_tokens,
-            )
-        case "retargeted":
-            gave_up = message.retargeted
-            return Retargeted(attempt=gave_up.attempt if gave_up.HasField("attempt") else None)
-        case "finish":
-            return _finished(message.finish)
-        case _:
-            raise EngineError("a decode worker sent a message of a kind that is not known here")
-
-
-def _finished(message: decode_pb2.DecodeFinish) -> DecodeFinished:
-    return DecodeFinished(
-        reason=wire.finish_from_proto(message.reason) or FinishReason.ERROR,
-        completion_tokens=message.completion_tokens,
-        prompt_tokens_computed=message.prompt_tokens_computed,
-        cached_tokens=message.cached_tokens,
-        transfer=_transfer(message.transfer),
-        attempts=message.attempts,
-        load=_load(message),
-    )
-
-
-def _logprobs(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    return tuple(wire.logprob_from_proto(message) for message in messages)
-
-
-def _transfer(message: common_pb2.Transfer) -> TransferSum:
-    return TransferSum(
-        blocks=message.blocks,
-        bytes=message.bytes,
-        parts=message.parts,
-        parts_before_last_chunk=message.parts_before_last_chunk,
-        duration_s=wire.seconds(message.duration),
-        held_blocks=message.held_blocks,
-    )

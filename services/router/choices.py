@@ -14,7 +14,7 @@ import msgspec
 
 from paceline.errors import EngineError, WorkerLost
 from paceline.services.router.answer import Answer, ChoiceEnd, Piece
-from paceline.services.router.calls import ChoiceFinished, NewTokens
+from paceline.services.router.words import ChoiceFinished, NewTokens
 from paceline.types import FinishReason, TokenLogprob
 
 

@@ -8,7 +8,6 @@ import msgspec
 
 from paceline.errors import (
     Draining,
-    EngineError,
     EngineLost,
     FingerprintMismatch,
     PacelineError,
@@ -17,7 +16,7 @@ from paceline.errors import (
     StaleEpoch,
     WorkerLost,
 )
-from paceline.services.router.calls import (
+from paceline.services.router.words import (
     DecodeEvent,
     DecodeFinished,
     PrefillReply,
@@ -68,22 +67,7 @@ class RetargetFailed(msgspec.Struct, frozen=True):
     error: PacelineError
 
 
-class CallBroke(msgspec.Struct, frozen=True):
-    """A call ended in a fault of this router's own."""
-
-    error: EngineError
-
-
-Event = (
-    DecodeEvent
-    | PrefillReplied
-    | PrefillFailed
-    | WriterLost
-    | DecodeFailed
-    | RetargetOutcome
-    | RetargetFailed
-    | CallBroke
-)
+Event = DecodeEvent | PrefillReplied | PrefillFailed | WriterLost | DecodeFailed | RetargetOutcome | RetargetFailed
 
 
 class Record(msgspec.Struct, kw_only=True):

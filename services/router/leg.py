@@ -13,14 +13,16 @@ Both calls start at once, under one reservation id; the prefill worker's first, 
              fails             the decode worker is asked to re-target, to another prefill worker once, else to itself
     retarget attempt/local/already landed
 
+What the decode worker says comes over its token stream or the request's own call (`token_stream`), some of it twice;
+`prefilling` and `retargeting` act on what is heard.
+
 However a leg ends, both calls are cancelled and both claims given back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from paceline.errors import (
@@ -36,25 +38,12 @@ from paceline.errors import (
     WrongAttempt,
 )
 from paceline.log import get_logger
-from paceline.services.router.calls import (
-    ChoiceFinished,
-    DecodeFinished,
-    DecodeStream,
-    Job,
-    NewTokens,
-    PrefillCall,
-    PrefillReply,
-    Reserved,
-    Retargeted,
-    RetargetOutcome,
-)
+from paceline.services.router.calls import DecodeStream
 from paceline.services.router.choices import Heard
-from paceline.services.router.deaths import Watch
 from paceline.services.router.events import (
     LOST,
     UNFIT,
     Again,
-    CallBroke,
     DecodeFailed,
     Ended,
     Event,
@@ -65,9 +54,21 @@ from paceline.services.router.events import (
     WriterLost,
 )
 from paceline.services.router.fleet import Fleet, Placed
-from paceline.services.router.placement import Ask, LocalPrefill
+from paceline.services.router.placement import Ask
+from paceline.services.router.prefilling import Prefilling
 from paceline.services.router.registry import Claim
-from paceline.types import FinishReason, SamplingParams, WorkerKey
+from paceline.services.router.retargeting import Retargeting
+from paceline.services.router.words import (
+    ChoiceFinished,
+    DecodeFinished,
+    Job,
+    NewTokens,
+    Reserved,
+    Retargeted,
+    RetargetOutcome,
+    first_words,
+)
+from paceline.types import FinishReason
 
 _log = get_logger(__name__)
 
@@ -95,7 +96,6 @@ class Leg:
     ) -> None:
         """`delivered` is true once something of the answer was sent to the client."""
         self._job = job
-        self._ask = ask
         self._fleet = fleet
         self._record = record
         self._deliver = deliver
@@ -105,17 +105,15 @@ class Leg:
         self._tasks: set[asyncio.Task[None]] = set()
         self._decode = placed.decode
         self._stream: DecodeStream | None = None
-        self._attempt = 1
         self._local = placed.prefill is None
         self._reserved = False
         self._settled = False  # the decode worker's last report shows the request's end
-        self._owed: PacelineError | None = None  # a prefill failure that waits for `reserved`
-        self._prefill: Claim | None = placed.prefill  # whose call is, or is about to be, in flight
-        self._prefill_call: PrefillCall | None = None
-        self._prefill_task: asyncio.Task[None] | None = None
-        self._replied = False  # the attempt's prefill worker did: all may have landed, or its last write is under way
-        self._watch: Watch | None = None  # over the attempt's prefill worker, until all has landed
-        self._failed: set[WorkerKey] = set()
+        self._prefilling = Prefilling(
+            job, ask, placed.prefill, placed.decode, fleet=fleet, record=record, take=self._take, start=self._start
+        )
+        self._retargeting = Retargeting(
+            job, placed.decode, self._prefilling, fleet=fleet, take=self._take, start=self._start
+        )
         self._deadline = fleet.now + job.timeout_s
         self._patience: asyncio.TimerHandle | None = None  # with a decode worker that has not said `reserved`
 
@@ -123,10 +121,10 @@ class Leg:
         """Goes the leg. Raises the PacelineError that the client is to see."""
         try:
             self._record.decode_worker = self._decode.key
-            local = self._prefill is None
+            local = self._local
             if not local:
-                self._start_prefill()
-            self._start(self._read_decode(local=local))
+                self._prefilling.begin()
+            self._start(self._listen(local=local))
             self._patience = asyncio.get_running_loop().call_later(_RESERVE_S, self._give_decode_up)
             end = await self._end
             await self._hear_prefill_out()
@@ -152,6 +150,9 @@ class Leg:
             end = self._handle(event)
         except PacelineError as error:
             self._end.set_exception(error)
+        except Exception as defect:  # noqa: BLE001 - it ends this leg alone: who tells it of events has others to tell
+            _log.error("a leg broke", exc_info=defect)
+            self._end.set_exception(EngineError(f"the relay broke: {type(defect).__name__}"))
         else:
             if end is not None:
                 self._end.set_result(end)
@@ -159,7 +160,7 @@ class Leg:
     def _handle(self, event: Event) -> Ended | Again | None:
         match event:
             case NewTokens() | ChoiceFinished():
-                self._end_watch()
+                self._prefilling.end_watch()
                 return self._on_said(event)
             case Reserved():
                 self._on_reserved(event)
@@ -181,8 +182,6 @@ class Leg:
                 self._on_retarget_outcome(event)
             case RetargetFailed():
                 return self._on_retarget_failed(event.error)
-            case CallBroke():
-                raise event.error
         return None
 
     def _on_said(self, said: NewTokens | ChoiceFinished) -> Ended | None:
@@ -196,22 +195,23 @@ class Leg:
         return Ended(reason=FinishReason.STOP)
 
     def _on_reserved(self, event: Reserved) -> None:
+        if self._reserved:
+            return  # it goes on over another call, from the first word on
         self._reserved = True
         self._end_patience()
         self._decode.seen = True
         self._record.reserved_at = self._fleet.now
         self._fleet.report(self._decode.key, event.load)
-        if self._owed is not None:
-            error, self._owed = self._owed, None
-            self._ask_retarget(error)
+        self._retargeting.reserved()
 
     def _on_retargeted(self, event: Retargeted) -> None:
         if event.attempt is None:
             _log.warning("decode worker computes the prompt itself", worker=str(self._decode.key))
-            self._suspect_prefill(self._prefill)
+            self._prefilling.suspect(self._prefilling.claim)
             self._go_local("decode_gave_up")
-        elif event.attempt > self._attempt:
-            _log.warning("decode worker gave an attempt up", worker=str(self._decode.key), attempt=self._attempt)
+        elif event.attempt > self._prefilling.attempt:
+            given_up = self._prefilling.attempt
+            _log.warning("decode worker gave an attempt up", worker=str(self._decode.key), attempt=given_up)
             self._next_attempt(event.attempt)
 
     def _on_decode_failed(self, error: PacelineError) -> Again:
@@ -229,14 +229,14 @@ class Leg:
         raise error
 
     def _on_prefill_replied(self, event: PrefillReplied) -> Ended | None:
-        if event.attempt != self._attempt or self._prefill is None:
-            return None  # of an attempt that was given up meanwhile
-        reply = event.reply
+        claim, reply = self._prefilling.current(event.attempt), event.reply
+        if claim is None:
+            return None
         self._record.note(reply)
-        self._replied = True
-        self._fleet.report(self._prefill.key, reply.load)
-        self._end_prefill()
-        for said in _first_words(reply, self._job.sampling):
+        self._prefilling.replied = True
+        self._fleet.report(claim.key, reply.load)
+        self._prefilling.end()
+        for said in first_words(reply, self._job.sampling):
             if (stopped := self._on_said(said)) is not None:
                 return stopped
         if reply.finish is None:
@@ -245,44 +245,39 @@ class Leg:
         return Ended(reason=reply.finish)
 
     def _on_prefill_failed(self, event: PrefillFailed) -> Again | None:
-        if event.attempt != self._attempt or self._prefill is None:
+        claim = self._prefilling.current(event.attempt)
+        if claim is None:
             return None
-        worker, error = self._prefill.key, self._judged(event.error, self._prefill)
+        worker, error = claim.key, self._judged(event.error, claim)
         _log.warning("prefill failed", worker=str(worker), attempt=event.attempt, reason=error.reason)
-        self._end_prefill()
-        self._end_watch()
+        self._prefilling.end()
+        self._prefilling.end_watch()
         if isinstance(error, (InvalidRequest, DeadlineExceeded)):
             raise error
         if isinstance(error, UNFIT):
             self._fleet.unfit(worker, self._decode.key)
         elif isinstance(error, (Overloaded, *LOST)) and not isinstance(error, RequestCancelled):
             self._fleet.failed(worker, error)
-        self._failed.add(worker)
-        if isinstance(error, Overloaded) and self._attempt == 1 and not self._delivered():
+        self._prefilling.failed(worker)
+        if isinstance(error, Overloaded) and self._prefilling.attempt == 1 and not self._delivered():
             return Again(error=error, refused=True)
-        if self._reserved:
-            self._ask_retarget(error)
-        else:
-            self._owed = error
+        self._retargeting.after(error)
         return None
 
     def _on_writer_lost(self, event: WriterLost) -> Again | None:
         """Whatever it had not sent will not come: the decode worker alone knows whether that is anything."""
-        if event.attempt != self._attempt or self._local:
+        if event.attempt != self._prefilling.attempt or self._local:
             return None
-        if not self._replied:
+        if not self._prefilling.replied:
             return self._on_prefill_failed(PrefillFailed(event.attempt, event.error))
         _log.warning("prefill worker lost after its reply", worker=str(event.worker), attempt=event.attempt)
-        self._failed.add(event.worker)
-        if self._reserved:
-            self._ask_retarget(event.error)
-        else:
-            self._owed = event.error
+        self._prefilling.failed(event.worker)
+        self._retargeting.after(event.error)
         return None
 
     def _on_retarget_outcome(self, outcome: RetargetOutcome) -> None:
         self._fleet.report(self._decode.key, outcome.load)
-        if outcome.attempt is not None and outcome.attempt > self._attempt:
+        if outcome.attempt is not None and outcome.attempt > self._prefilling.attempt:
             self._next_attempt(outcome.attempt)
         elif outcome.local:
             self._go_local("prefill_failed")
@@ -296,28 +291,8 @@ class Leg:
 
     def _next_attempt(self, attempt: int) -> None:
         """Hands the next attempt to another prefill worker, else to D itself; to the same one where D may not."""
-        silent = self._prefill  # or its write failed: any other one is better
-        if silent is not None:
-            self._failed.add(silent.key)
-            self._end_prefill()
-        self._end_watch()
-        self._attempt = attempt
-        self._record.attempts = attempt
-        claim = self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=self._failed)
-        if silent is None or self._fleet.policy.local_prefill is LocalPrefill.NEVER:
-            claim = claim or self._fleet.claim_prefill(self._ask, self._decode.worker, exclude=())
-        self._suspect_prefill(silent)
-        if claim is None:
-            self._retarget(local=True)
-        else:
-            self._fleet.count_fallback("another_prefill_worker")
-            self._prefill = claim
-            self._start_prefill()
-
-    def _suspect_prefill(self, claim: Claim | None) -> None:
-        """Keeps new work from a prefill worker that the decode worker gave up, though its call did not fail."""
-        if claim is not None:
-            self._fleet.failed(claim.key, WorkerLost(f"decode worker {self._decode.key} heard nothing of it"))
+        if not self._prefilling.hand_on(attempt):
+            self._retargeting.to_local()
 
     def _judged(self, error: PacelineError, claim: Claim) -> PacelineError:
         """A time-out that is not the request's own speaks of a worker, and is none of the client's."""
@@ -338,78 +313,33 @@ class Leg:
         """Leaves the prompt to the decode worker, which says so in its answer and on its stream, in any order."""
         if not self._local:
             self._local = True
-            self._end_watch()
-            self._end_prefill()
+            self._prefilling.end_watch()
+            self._prefilling.end()
             self._record.prefill_worker = None
             self._fleet.count_fallback(reason)
-
-    def _ask_retarget(self, error: PacelineError) -> None:
-        """Asks the decode worker to give the attempt up: for another prefill worker once, then for itself."""
-        free = self._attempt == 1 and self._fleet.has_prefill(self._ask, self._decode.worker, exclude=self._failed)
-        if not free and self._fleet.policy.local_prefill is LocalPrefill.NEVER and not self._replied:
-            raise error  # after a reply the decode worker is to say first that it has not landed
-        self._retarget(local=not free)
-
-    def _retarget(self, *, local: bool) -> None:
-        self._start(self._call_retarget(self._attempt, local=local))
-
-    def _start_prefill(self) -> None:
-        assert self._prefill is not None, "a prefill worker is claimed before it is called"
-        self._record.prefill_worker = self._prefill.key
-        self._replied = False
-        self._watch = self._fleet.on_death(
-            self._prefill, partial(self._hear_of_death, self._attempt, self._prefill.key)
-        )
-        decode = self._decode.worker.info
-        try:
-            # Here and not in the task: so it is on its way before anything is done for the decode worker's call.
-            call = self._fleet.client(self._prefill).prefill(self._job, attempt=self._attempt, decode=decode)
-        except PacelineError as error:
-            # Not from within the handling of another event.
-            asyncio.get_running_loop().call_soon(self._take, PrefillFailed(self._attempt, error))
-            return
-        self._prefill_call = call
-        self._prefill_task = self._start(self._hear_prefill(call, self._attempt))
-
-    def _hear_of_death(self, attempt: int, worker: WorkerKey, error: PacelineError) -> None:
-        self._take(WriterLost(attempt, worker, error))
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._fleet.end_watch(self._watch)
-            self._watch = None
-
-    def _end_prefill(self) -> None:
-        """Gives the prefill worker's claim back, and cancels its call where that has not ended."""
-        if self._prefill_call is not None:
-            self._prefill_call.cancel()
-        if self._prefill_task is not None:
-            self._prefill_task.cancel()
-        if self._prefill is not None:
-            self._fleet.release(self._prefill)
-        self._prefill = self._prefill_call = self._prefill_task = None
 
     async def _hear_prefill_out(self) -> None:
         """A short answer may end a moment before the prefill worker's reply is here, with what it alone knows.
 
         The prompt's log-probabilities are waited for, to the request's own deadline: they are part of the answer.
         """
-        if self._prefill_task is None or self._local:
+        task = self._prefilling.task
+        if task is None or self._local:
             return
         scored = self._job.sampling.prompt_logprobs is not None
-        await asyncio.wait({self._prefill_task}, timeout=None if scored else _REPLY_S)
+        await asyncio.wait({task}, timeout=None if scored else _REPLY_S)
         for event in self._late:
-            if isinstance(event, PrefillReplied) and event.attempt == self._attempt:
+            if isinstance(event, PrefillReplied) and event.attempt == self._prefilling.attempt:
                 self._record.note(event.reply)
-                for said in _first_words(event.reply, self._job.sampling):
+                for said in first_words(event.reply, self._job.sampling):
                     self._deliver(said)
 
     async def _stop(self) -> None:
         self._end_patience()
-        self._end_watch()
+        self._prefilling.end_watch()
         if self._stream is not None:
             self._stream.cancel()
-        self._end_prefill()
+        self._prefilling.end()
         for task in self._tasks:
             task.cancel()
         # Before the wait, which a second cancellation may cut short.
@@ -431,46 +361,13 @@ class Leg:
         defect = None if task.cancelled() else task.exception()
         if defect is not None:
             _log.error("a call broke", exc_info=defect)
-            self._take(CallBroke(EngineError(f"a call to a worker broke: {type(defect).__name__}")))
+            if not self._end.done():
+                self._end.set_exception(EngineError(f"a call to a worker broke: {type(defect).__name__}"))
 
-    async def _read_decode(self, *, local: bool) -> None:
+    async def _listen(self, *, local: bool) -> None:
         try:
-            self._stream = self._fleet.client(self._decode).generate(self._job, local=local)
-            async for event in self._stream.events():
-                self._take(event)
+            self._stream = self._fleet.client(self._decode).generate(self._job, local=local, take=self._take)
         except PacelineError as error:
             self._take(DecodeFailed(error))
-
-    async def _hear_prefill(self, call: PrefillCall, attempt: int) -> None:
-        try:
-            reply = await call.reply()
-        except PacelineError as error:
-            self._take(PrefillFailed(attempt, error))
         else:
-            self._take(PrefillReplied(attempt, reply))
-
-    async def _call_retarget(self, attempt: int, *, local: bool) -> None:
-        try:
-            client = self._fleet.client(self._decode)
-            outcome = await client.retarget(self._job.reservation_id, attempt=attempt, local=local)
-        except PacelineError as error:
-            self._take(RetargetFailed(error))
-        else:
-            self._take(outcome)
-
-
-def _first_words(reply: PrefillReply, sampling: SamplingParams) -> Iterator[NewTokens | ChoiceFinished]:
-    """A prefill worker's reply as a decode worker would say it."""
-    scores = reply.prompt_logprobs
-    if sampling.beam_width is not None:
-        yield NewTokens(index=0, ids=(), prompt_logprobs=scores)  # its tokens are for the decode worker to choose among
-        return
-    if sampling.n == 1:
-        yield NewTokens(index=0, ids=reply.tokens, logprobs=reply.logprobs, prompt_logprobs=scores)
-        return
-    for choice, token in enumerate(reply.tokens):
-        logprobs = reply.logprobs[choice : choice + 1]
-        yield NewTokens(index=0, ids=(token,), choice=choice, logprobs=logprobs, prompt_logprobs=scores)
-    if reply.finish is not None:
-        for choice, reason in enumerate(reply.finishes):
-            yield ChoiceFinished(choice=choice, reason=reason, completion_tokens=1)
+            await self._stream.listen()

@@ -37,7 +37,6 @@ from paceline.log import get_logger
 from paceline.metrics import RouterMetrics
 from paceline.services.router.admission import Admission
 from paceline.services.router.answer import Piece, Summary
-from paceline.services.router.calls import ChoiceFinished, Job, NewTokens, TransferSum
 from paceline.services.router.choices import Answers, Heard
 from paceline.services.router.events import Again, Ended, Record
 from paceline.services.router.fleet import Fleet, Placed
@@ -45,6 +44,7 @@ from paceline.services.router.leg import Leg
 from paceline.services.router.outbox import WRITE_TIMEOUT_S, Outbox
 from paceline.services.router.placement import Ask, LocalPrefill
 from paceline.services.router.prompt import Request
+from paceline.services.router.words import ChoiceFinished, Job, NewTokens, TransferSum
 from paceline.types import FinishReason, Limits, ReservationId, Role, Usage, check_lengths
 
 _log = get_logger(__name__)

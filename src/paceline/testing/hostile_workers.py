@@ -106,6 +106,8 @@ def decode_cases(tiers: Tiers) -> Iterator[Case]:
     yield Case("Generate, id 10**9", _generate(tiers, prompt=[10**9]), *BAD, ("prompt", str(10**9), f"[0, {vocab})"))
     zero = common_pb2.SamplingParams(top_p=0.0)
     yield Case("Generate, top_p 0", _generate(tiers, sampling=zero), *BAD, ("top_p", "0.0", "(0, 1]"))
+    yield Case("StreamTokens, an earlier epoch", _stream_tokens(tiers, epoch=1), *STALE, (str(key), "epoch 1 "))
+    yield Case("StreamTokens, no name", _stream_tokens(tiers, token_stream=""), *BAD, ("token_stream", "empty"))
     yield Case("ClaimWrite, an earlier epoch", _claim(tiers, decode_epoch=1), *STALE, (str(key), "epoch 1 "))
     stranger = wire.key_to_proto(WorkerKey("stranger", 7))
     yield Case("ClaimWrite by a stranger", _claim(tiers, writer=stranger), *STALE, ("stranger@7", "not registered"))
@@ -251,6 +253,12 @@ def _reservation(channel: grpc.Channel, tiers: Tiers) -> Iterator[str]:
         yield request.reservation_id
     finally:
         stream.cancel()
+
+
+def _stream_tokens(tiers: Tiers, **changes: Any) -> Callable[[grpc.Channel], object]:
+    good: dict[str, Any] = {"token_stream": "hostile", "epoch": tiers.decode.key.epoch}
+    request = decode_pb2.StreamTokensRequest(**{**good, **changes})
+    return lambda channel: next(_STUBS["decode"](channel).StreamTokens(request, timeout=CALL_S))
 
 
 def _retarget(*, to: decode_pb2.RetargetTo) -> Callable[[grpc.Channel], object]:

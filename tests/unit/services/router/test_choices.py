@@ -9,10 +9,10 @@ import pytest
 from paceline.errors import EngineError, WorkerLost
 from paceline.services.router.answer import Answer, Piece
 from paceline.services.router.best_of import BestOf
-from paceline.services.router.calls import ChoiceFinished, NewTokens
 from paceline.services.router.choices import Choices, Heard
 from paceline.services.router.outbox import joined
 from paceline.services.router.prompt import Best
+from paceline.services.router.words import ChoiceFinished, NewTokens
 from paceline.types import FinishReason, TokenLogprob
 
 

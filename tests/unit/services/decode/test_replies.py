@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.errors import Draining
-from paceline.services.decode.front import joined
 from paceline.services.decode.messages import ChoiceOver, NewTokens, Over
+from paceline.services.decode.replies import joined
 from paceline.types import FinishReason, ReservationId, TokenLogprob
 
 R = ReservationId("r")

@@ -1,0 +1,61 @@
+"""What the caller of one request was told where nobody knows whether it arrived, to be told again."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from paceline.services.decode.messages import ChoiceOver, NewTokens, Over
+from paceline.services.decode.replies import StreamEvent
+from paceline.types import ReservationId, TokenLogprob
+
+
+@dataclass
+class _Tokens:
+    """One choice's, from the first one on."""
+
+    ids: array[int] = field(default_factory=lambda: array("I"))  # 4 bytes a token: every answer in hand is kept
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Told:
+    """All events of one request so far. A choice's tokens are its first ones, and leave no gap."""
+
+    def __init__(self, reservation_id: ReservationId) -> None:
+        self._reservation_id = reservation_id
+        self._before: list[StreamEvent] = []
+        self._tokens: dict[int, _Tokens] = {}
+        self._ends: list[ChoiceOver | Over] = []
+
+    def note(self, event: StreamEvent) -> None:
+        """Adds what was told."""
+        if isinstance(event, NewTokens):
+            tokens = self._tokens.get(event.choice)
+            if tokens is None:
+                tokens = self._tokens[event.choice] = _Tokens()
+            assert event.index == len(tokens.ids), "tokens are told once and in order"
+            tokens.ids.extend(event.ids)
+            if event.logprobs:
+                tokens.logprobs.extend(event.logprobs)
+            if event.prompt_logprobs:
+                tokens.prompt_logprobs = event.prompt_logprobs
+        elif isinstance(event, (ChoiceOver, Over)):
+            self._ends.append(event)
+        else:
+            self._before.append(event)
+
+    def again(self) -> list[StreamEvent]:
+        """The same from the beginning: each choice's tokens as one event, before the ends."""
+        tokens = [
+            NewTokens(
+                reservation_id=self._reservation_id,
+                ids=each.ids.tolist(),
+                index=0,
+                choice=choice,
+                logprobs=tuple(each.logprobs),
+                prompt_logprobs=each.prompt_logprobs,
+            )
+            for choice, each in self._tokens.items()
+        ]
+        return [*self._before, *tokens, *self._ends]
