@@ -97,23 +97,17 @@ class Answer:
 
         Raises WorkerLost where a worker contradicts a token that is in the answer: another try may do better.
         """
-        for offset, token in enumerate(ids):
-            position = index + offset
-            self._check(position, token)
-            if position >= self.num_tokens:
-                self._early[position] = token
-                if logprobs:
-                    self._logprobs[position] = logprobs[offset]
-        start = self.num_tokens
-        text = ""
-        while self.stop_text is None and (token_or_none := self._early.pop(self.num_tokens, None)) is not None:
-            text += self._append(token_or_none)
-        if self.stop_text is not None:
-            self._early.clear()
-        if self.num_tokens == start:
+        start = len(self._tokens)
+        if index == start and not self._early:  # nearly always: what comes next, and nothing waits for it
+            text = ""
+            for token in ids:
+                if self.stop_text is None:
+                    text += self._append(token)
+            found = tuple(logprobs[: len(self._tokens) - start])
+        else:
+            text, found = self._merge(index, ids, logprobs)
+        if len(self._tokens) == start:
             return None
-        new = range(start, self.num_tokens)
-        found = tuple(self._logprobs.pop(position) for position in new if position in self._logprobs)
         if found:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(each.logprob for each in found)
         return Piece(text=text, token_ids=tuple(self._tokens[start:]), index=start, logprobs=found)
@@ -131,6 +125,26 @@ class Answer:
         self.stop_text = step.stop
         return step.text + self._matcher.flush()
 
+    def _merge(
+        self, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[str, tuple[TokenLogprob, ...]]:
+        """The text, and log-probabilities, of what follows now that these tokens are here too."""
+        for offset, token in enumerate(ids):
+            position = index + offset
+            self._check(position, token)
+            if position >= self.num_tokens:
+                self._early[position] = token
+                if logprobs:
+                    self._logprobs[position] = logprobs[offset]
+        start = self.num_tokens
+        text = ""
+        while self.stop_text is None and (token_or_none := self._early.pop(self.num_tokens, None)) is not None:
+            text += self._append(token_or_none)
+        if self.stop_text is not None:
+            self._early.clear()
+        new = range(start, self.num_tokens)
+        return text, tuple(self._logprobs.pop(position) for position in new if position in self._logprobs)
+
     def _check(self, position: int, token: int) -> None:
         known = self._tokens[position] if position < self.num_tokens else self._early.get(position)
         if known is not None and known != token and self.stop_text is None:
@@ -141,7 +155,7 @@ class Answer:
         if token in self._silent_ids:
             return ""
         text = self._text.push((token,))
-        if self.num_tokens <= self._min_tokens:
+        if len(self._tokens) <= self._min_tokens:
             return text
         step = self._matcher.push(text)
         self.stop_text = step.stop

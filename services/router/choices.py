@@ -107,8 +107,9 @@ class Choices:
             pieces += self._end(said.choice, said.reason, said.completion_tokens)
         if len(self.ends) == len(self._answers):
             heard = Heard.OVER
-        marked = [msgspec.structs.replace(piece, choice=said.choice) for piece in pieces]
-        return self._released(marked), heard
+        if said.choice:
+            pieces = [msgspec.structs.replace(piece, choice=said.choice) for piece in pieces]
+        return self._released(pieces), heard
 
     def end(self, *, completion_tokens: int | None = None) -> Piece:
         """The last piece of all, without its summary; `completion_tokens` are all choices', if known.
@@ -145,6 +146,8 @@ class Choices:
         return [Piece(text=text, token_ids=(), index=answer.num_tokens, end=end)]
 
     def _released(self, pieces: list[Piece]) -> list[Piece]:
+        if not (self._awaits_prompt or self._held or self._prompt_logprobs):
+            return pieces
         self._held += pieces
         if self._awaits_prompt or not self._held:
             return []

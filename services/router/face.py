@@ -243,12 +243,16 @@ def piece_to_proto(request_id: RequestId, piece: Piece) -> router_pb2.GenerateRe
         text=piece.text,
         token_ids=piece.token_ids,
         token_index=piece.index,
-        finish=None if piece.summary is None else summary_to_proto(piece.summary),
         choice=piece.choice,
-        logprobs=[wire.logprob_to_proto(each) for each in piece.logprobs],
-        prompt_logprobs=[wire.logprob_to_proto(each) for each in piece.prompt_logprobs],
     )
-    if piece.end is not None:
+    # The rest where there is any: this runs for every token.
+    if piece.logprobs:
+        message.logprobs.extend(map(wire.logprob_to_proto, piece.logprobs))
+    if piece.prompt_logprobs:
+        message.prompt_logprobs.extend(map(wire.logprob_to_proto, piece.prompt_logprobs))
+    if piece.summary is not None:
+        message.finish.CopyFrom(summary_to_proto(piece.summary))
+    elif piece.end is not None:
         message.finish.CopyFrom(end_to_proto(piece.end))
     return message
 

@@ -41,6 +41,8 @@ class Outbox:
         self._filled = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._loop = asyncio.get_running_loop()
+        self._writing_since: float | None = None  # on the loop's clock, while a write is under way
 
     def put(self, piece: Piece) -> None:
         """Queues a piece. Never blocks. Raises Overloaded where the client is too far behind."""
@@ -61,30 +63,69 @@ class Outbox:
 
     async def run(self) -> None:
         """Writes until cancelled, or stuck."""
+        try:
+            # One time-out, moved when it matters: to set one for each write takes as long as all else here.
+            async with asyncio.timeout(None) as scope:
+                watch = _Watch(self._loop, self._write_timeout_s, lambda: self._writing_since, scope)
+                try:
+                    await self._write_all()
+                finally:
+                    watch.close()
+        except TimeoutError:
+            self._on_stuck(
+                Overloaded(
+                    f"the client reads too slowly: a write took over {self._write_timeout_s} s",
+                    retry_after_s=1.0,
+                )
+            )
+
+    async def _write_all(self) -> None:
         while True:
             await self._filled.wait()
             while self._pieces:
-                pieces = joined(self._pieces)
-                self._pieces.clear()
-                try:
-                    for piece in pieces:
-                        async with asyncio.timeout(self._write_timeout_s):
-                            await self._write(piece)
-                        self._tokens -= len(piece.token_ids)
-                except TimeoutError:
-                    self._on_stuck(
-                        Overloaded(
-                            f"the client reads too slowly: a write took over {self._write_timeout_s} s",
-                            retry_after_s=1.0,
-                        )
-                    )
-                    return
+                pieces, self._pieces = joined(self._pieces), []
+                for piece in pieces:
+                    self._writing_since = self._loop.time()
+                    await self._write(piece)
+                    self._writing_since = None
+                    self._tokens -= len(piece.token_ids)
             self._filled.clear()
             self._empty.set()
 
 
+class _Watch:
+    """Ends `scope` once what is under way since `since()` has taken `limit_s`. It looks when that may be, no sooner."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        limit_s: float,
+        since: Callable[[], float | None],
+        scope: asyncio.Timeout,
+    ) -> None:
+        self._loop = loop
+        self._limit_s = limit_s
+        self._since = since
+        self._scope = scope
+        self._timer = loop.call_later(limit_s, self._look)
+
+    def close(self) -> None:
+        """Looks no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now, since = self._loop.time(), self._since()
+        due = (now if since is None else since) + self._limit_s
+        if due <= now:
+            self._scope.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(due, self._look)
+
+
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Consecutive pieces as one a choice; the one with the summary is the last."""
+    if len(pieces) == 1:
+        return list(pieces)
     by_choice: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_choice.setdefault(piece.choice, []).append(piece)

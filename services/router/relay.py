@@ -264,7 +264,7 @@ class Relay:
     def _observe(self, piece: Piece) -> None:
         metrics, now = self._means.metrics, self._now
         if self._first_token_s is None:
-            self._first_token_s = self._age_s
+            self._first_token_s = now - self._arrived
             metrics.first_token_seconds.observe(self._first_token_s)
         else:
             # Tokens that come together share the time since those before.

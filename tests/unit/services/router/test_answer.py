@@ -12,6 +12,7 @@ from paceline.errors import EngineError, WorkerLost
 from paceline.services.router.answer import Answer
 from paceline.testing.router_bench import byte_tokenizer, ids_of
 from paceline.text import Detokenizer
+from paceline.types import TokenLogprob
 
 TOKENIZER = byte_tokenizer()
 EOS = 2
@@ -52,6 +53,20 @@ def test_what_is_said_again_is_nothing_new() -> None:
     assert merged.add(0, ids_of("ab")) is not None
     assert merged.add(0, ids_of("ab")) is None
     assert merged.add(1, ids_of("b")) is None
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_log_probabilities_behind_a_stop_string_are_not_the_answers(early: bool) -> None:
+    merged = answer(stop=("b",))
+    scores = [TokenLogprob(each, -1.0) for each in ids_of("abc")]
+    if early:
+        assert merged.add(1, ids_of("bc"), scores[1:]) is None
+        piece = merged.add(0, ids_of("a"), scores[:1])
+    else:
+        piece = merged.add(0, ids_of("abc"), scores)
+    assert piece is not None
+    assert (piece.text, list(piece.token_ids), list(piece.logprobs)) == ("a", ids_of("ab"), scores[:2])
+    assert merged.cumulative_logprob == -2.0
 
 
 def test_an_early_token_waits_for_those_before_it() -> None:

@@ -86,3 +86,30 @@ async def test_a_write_that_takes_too_long_is_told_once() -> None:
         await asyncio.sleep(0.1)
         [error] = stuck
         assert "a write took over 0.02 s" in error.message
+
+
+async def test_the_limit_is_each_writes_own() -> None:
+    async def write(_piece: Piece) -> None:
+        await asyncio.sleep(0.05)
+
+    async with writing(write, write_timeout_s=0.4) as (outbox, stuck):
+        for index in range(12):
+            outbox.put(piece(index, 1))
+            await outbox.flush()
+        assert not stuck
+
+
+async def test_a_write_that_is_stuck_after_others_went_well_is_found() -> None:
+    async def write(piece: Piece) -> None:
+        if piece.index:
+            await asyncio.Event().wait()
+
+    async with writing(write, write_timeout_s=0.05) as (outbox, stuck):
+        outbox.put(piece(0, 1))
+        await outbox.flush()
+        await asyncio.sleep(0.12)  # the client is idle for longer than a write may take
+        assert not stuck
+        outbox.put(piece(1, 2))
+        async with asyncio.timeout(10):
+            while not stuck:  # noqa: ASYNC110 - `on_stuck` is a plain call
+                await asyncio.sleep(0.01)
