@@ -2,7 +2,8 @@
 
 Everything here is the same for both tiers; a tier adds its servicer and what it does with its engine's reports. The
 life of a front: bind the port, take the start lock, spawn the engine, wait for the end of its warm-up, serve, register.
-It ends by a signal (drain, then exit 0), or at once when the engine is lost (exit 1).
+It ends by a signal (drain, then exit 0), or at once when the engine is lost (exit 1): it ended, or it stood still for
+`engine_stall_s` and was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from grpc_reflection.v1alpha import reflection
 import paceline
 from paceline import log, metrics, wire
 from paceline.config import DecodeConfig, PrefillConfig, advertised_address, ensure_run_dir, worker_name
-from paceline.errors import AddressInUse, Draining, EngineLost, PacelineError, StaleEpoch
+from paceline.errors import AddressInUse, Draining, EngineLost, PacelineError, StaleEpoch, WorkerLost
 from paceline.garbage import set_aside_what_lives
 from paceline.protos import common_pb2
 from paceline.services.worker.convert import fingerprint_to_proto
@@ -242,9 +243,12 @@ class WorkerFront(ABC, Generic[Config]):
             await _first(lost, drained, timeout_s=self.config.grace_s)
             drained.cancel()
         if lost.done():
-            _log.error("engine lost", status=lost.result())
+            loss = lost.result()
+            _log.error("engine lost", why=loss.why, reaped=loss.reaped)
             self.draining = True  # for the heart-beats of its last moments
-            self.fail_all(EngineLost(f"the engine of {self.key} ended with status {lost.result()}"))
+            # One that could not be reaped may still write: only its worker is lost, and its attempts are not over.
+            kind = EngineLost if loss.reaped else WorkerLost
+            self.fail_all(kind(f"the engine of {self.key} {loss.why}"))
             await server.stop(_FAREWELL_S)
             return 1
         lost.cancel()

@@ -29,7 +29,7 @@ from paceline.kvtransfer.agent import AgentEvents
 from paceline.prefix import KvChange
 from paceline.services.worker.host import Host, build, use_kernels, use_threads
 from paceline.services.worker.link import EngineLink
-from paceline.services.worker.messages import IDLE, Activity, FailedStart, Failure, Ping
+from paceline.services.worker.messages import IDLE, Activity, Alive, FailedStart, Failure, Ping
 from paceline.services.worker.process import be_born, wake_in_time
 from paceline.types import WorkerLoad
 
@@ -192,7 +192,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
         if (self.agent.busy or self.awaiting) and (events := self.agent.poll()):
             self._during_step.append(events)
         for command in self._link.receive_all():
-            if isinstance(command, Ping) or not self.handle_between_layers(command):
+            if isinstance(command, Ping):
+                self._link.send(Alive())  # a step may be longer than a front waits for a sign of life
+            elif not self.handle_between_layers(command):
                 self._deferred.append(command)
         self.between_layers()
 

@@ -35,6 +35,10 @@ class Ping(Message, frozen=True):
     """Front to engine: come round and report. What makes the age of the loop's tick mean something while it is idle."""
 
 
+class Alive(Message, frozen=True):
+    """Engine to front: the answer to a `Ping` in the middle of a step, which has no report yet."""
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """Engine to front: warmed up."""
 

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_TIMERSLACK: Final = 29
 _SLACK_NS: Final = 1_000
 _KILL_AFTER_S: Final = 5.0
+_TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 _SPINS: Final = "2000"
 """Rounds of a fraction of a microsecond that a thread waits for the others of its step before it sleeps.
@@ -79,6 +81,16 @@ class EngineProcess:
     async def wait(self) -> int:
         """The exit status, when the process has ended; negative for a signal."""
         return await asyncio.shield(self._ended)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that all its threads have used, in seconds, to a hundredth; 0 once it was reaped."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return 0.0
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / _TICKS_A_SECOND
 
     def kill(self) -> None:
         """Ends the process now, if it has not ended."""

@@ -196,6 +196,13 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
             description="Decode steps on a CPU: auto compiles kernels in C if there is a compiler, torch does without"
         ),
     ] = "auto"
+    engine_stall_s: Annotated[
+        Annotated[float, Meta(ge=3, le=3600)] | None,
+        Meta(
+            description="Seconds that an engine may stand still before it counts as lost, and is killed; "
+            "six times as long while it uses a CPU; none: for ever"
+        ),
+    ] = 10.0
     seed: Annotated[int, Meta(description="Seed of dummy weights", ge=0, le=2**63 - 1)] = 0
 
 

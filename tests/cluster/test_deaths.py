@@ -28,7 +28,8 @@ READY_S = 60.0
 def running() -> Iterator[Cluster]:
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     ports = free_ports("127.0.0.1", len(names))  # each worker's own, which its next life takes again
-    per_role = {name: {"port": port} for name, port in zip(names, ports, strict=True)}
+    per_role: dict[str, dict[str, object]] = {name: {"port": port} for name, port in zip(names, ports, strict=True)}
+    per_role["decode-0"]["engine_stall_s"] = None  # it may stand still
     with Cluster.start(2, 2, pool_blocks=512, prefix_cache=False, max_batch_tokens=16, per_role=per_role) as cluster:
         yield cluster
 

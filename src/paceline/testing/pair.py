@@ -26,7 +26,7 @@ from paceline.services.decode.worker import DecodeLoop
 from paceline.services.prefill.messages import AbortAttempt, Attempt, Prefilled, StartPrefill, Stopped, WriteTo
 from paceline.services.prefill.worker import PrefillLoop
 from paceline.services.worker.host import build
-from paceline.services.worker.messages import Activity, Report
+from paceline.services.worker.messages import Activity, Alive, Ping, Report
 from paceline.types import ReservationId, SamplingParams, WorkerKey
 
 
@@ -39,6 +39,7 @@ class MemoryLink:
         self.activities: list[Activity] = []
         self.ended: list[tuple[str, str, int]] = []
         self.reservations: dict[str, int] = {}
+        self.alive = 0  # signs of life in the middle of a step
 
     @property
     def file_descriptor(self) -> int:
@@ -52,7 +53,10 @@ class MemoryLink:
 
     def send(self, message: msgspec.Struct) -> None:
         """Keeps the report's events, what was done, and what it says of reservations."""
-        assert isinstance(message, Report), "an engine sends reports alone"
+        if isinstance(message, Alive):
+            self.alive += 1
+            return
+        assert isinstance(message, Report), "an engine sends reports, and signs of life"
         self.events.extend(getattr(message, "events", ()))
         self.activities.append(message.activity)
         self.ended.extend(getattr(message, "ended", ()))
@@ -108,7 +112,16 @@ class Pair:
         self._calls = 0
         self._stopping: dict[int, StopWriter] = {}  # by the abort call that carries it
 
+    @property
+    def prefill_alive(self) -> int:
+        """Signs of life that the prefill engine gave in the middle of steps."""
+        return self._prefill_link.alive
+
     # What the fronts would send
+
+    def ping_prefill(self) -> None:
+        """Asks the prefill engine for a sign of life."""
+        self._prefill_link.commands.append(Ping())
 
     def reserve(
         self,

@@ -65,6 +65,23 @@ def test_a_seeded_answer_does_not_depend_on_where_the_prompt_was_computed(pair: 
     assert pair.tokens("r") == alone(pair, PROMPT, sampling)
 
 
+def test_an_engine_gives_a_sign_of_life_in_the_middle_of_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step may take longer than a front waits for one."""
+    step, before, after = pair.prefill.engine.step, [], []
+
+    def watched_step(*, tick: Callable[[], None]) -> StepOutput:
+        pair.ping_prefill()
+        before.append(pair.prefill_alive)
+        output = step(tick)
+        after.append(pair.prefill_alive)
+        return output
+
+    monkeypatch.setattr(pair.prefill.engine, "step", watched_step)
+    pair.hand_over("r", PROMPT, GREEDY)
+    pair.prefill.round()
+    assert (before, after) == ([0], [1])
+
+
 def test_a_call_is_answered_before_the_step_that_follows_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.hand_over("r", PROMPT, GREEDY)
     pair.abort_prefill("nobody knows it")
