@@ -16,9 +16,12 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from paceline.bound_process import bound_process
 
 _SOURCE: Final = Path(__file__).with_name("kernels.c")
 _FLAGS: Final = (
@@ -27,6 +30,9 @@ _FLAGS: Final = (
 )
 _X86_FLAGS: Final = ("-mprefer-vector-width=512",)  # other processors' compilers refuse it
 _COMPILE_S: Final = 60.0
+_SCRATCH: Final = ".compiling-"
+_LEFT_AFTER_S: Final = 10 * _COMPILE_S
+"""A scratch folder that is older was left by a process that was killed."""
 _SEAL_BYTES: Final = 32
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
@@ -77,7 +83,7 @@ def load(folder: Path) -> Loaded | Missing:
     try:
         found, loaded = _from(folder, compiler)
     except subprocess.CalledProcessError as error:
-        return Missing(f"{compiler} failed: {str(error.stderr).strip()[:200]}")
+        return Missing(f"{compiler} failed: {error.stderr.decode(errors='replace').strip()[:200]}")
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
         return Missing(str(error)[:200])
     _loaded[:] = [found]
@@ -89,6 +95,7 @@ def _from(folder: Path, compiler: str) -> tuple[ctypes.CDLL, Loaded]:
     path = folder / f"cpu-{_digest(compiler, flags)}.so"
     try:
         _make_own(folder)
+        _sweep(folder)
         with contextlib.suppress(OSError, AttributeError):  # absent, damaged, or another user's: it is made anew
             return _opened(path), Loaded(path)
         _compile(compiler, flags, path)
@@ -144,10 +151,10 @@ def _check_whole(path: Path) -> None:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=path.parent) as scratch:
         compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        _run(compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled))
-        _run(compiler, "-shared", str(compiled), "-o", str(linked), "-lm")
+        _run(scratch, compiler, *flags, "-c", str(_SOURCE), "-o", str(compiled))
+        _run(scratch, compiler, "-shared", str(compiled), "-o", str(linked), "-lm")
         # A seal behind the code, which the loader does not look at.
         with linked.open("r+b") as file:
             seal = hashlib.sha256(file.read()).digest()
@@ -158,8 +165,21 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         linked.replace(path)  # another process may do the same at this moment: either file is right
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+def _run(scratch: str, *command: str) -> None:
+    # The compiler's own files go to the scratch folder too: whoever is killed in the middle removes nothing.
+    env = {**os.environ, "TMPDIR": scratch}
+    with bound_process(command, output=subprocess.DEVNULL, errors=subprocess.PIPE, env=env) as process:
+        _, said = process.communicate(timeout=_COMPILE_S)
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what processes left there that were killed while they compiled."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # it ends by itself just now
+            if time.time() - scratch.stat().st_mtime > _LEFT_AFTER_S:
+                shutil.rmtree(scratch)
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:

