@@ -47,7 +47,8 @@ class Driver:
 
         async def place() -> None:
             for job in jobs:
-                await self._prepare(job)(clock)
+                if (await self._prepare(job)(clock)).error == STOPPED:
+                    return
 
         await asyncio.gather(*(place() for _ in range(_WARMUPS_AT_ONCE)))
 
@@ -92,16 +93,16 @@ class Driver:
             for job, send in self._requests():
                 assert job.at_s is not None
                 await _until(clock, job.at_s)
-                under_way.create_task(self._one(job, send, clock))
+                under_way.create_task(self._one(send, clock))
 
     async def _run_closed(self, clock: Clock, duration_s: float | None) -> None:
         requests = self._requests()
 
         async def place() -> None:
-            for job, send in requests:
+            for _, send in requests:
                 if duration_s is not None and clock.now() > duration_s:
                     return
-                await self._one(job, send, clock)
+                await self._one(send, clock)
 
         async with asyncio.TaskGroup() as under_way:
             for _ in range(self._places):
@@ -116,15 +117,12 @@ class Driver:
     def _prepare(self, job: Job) -> Send:
         return self._target.prepare(job, self._workload.prompt(job))
 
-    async def _one(self, job: Job, send: Send, clock: Clock) -> None:
+    async def _one(self, send: Send, clock: Clock) -> None:
         self._sent += 1
-        sent = clock.now()
-        try:
-            outcome = await send(clock)
-        except asyncio.CancelledError:
-            self._keep(_stopped(job, sent, clock.now()))
-            raise
+        outcome = await send(clock)
         self._keep(outcome)
+        if outcome.error == STOPPED:
+            raise asyncio.CancelledError  # which `send` has turned into an outcome
 
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -143,19 +141,3 @@ async def _until(clock: Clock, moment: float) -> None:
     # Again and again, for timers may be a part of a millisecond early; and nobody could set an event at the moment.
     while (left := moment - clock.now()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(left)
-
-
-def _stopped(job: Job, sent: float, ended: float) -> Outcome:
-    return Outcome(
-        index=job.index,
-        scheduled_s=job.at_s,
-        sent_s=sent,
-        ended_s=ended,
-        arrivals_s=[],
-        tokens=[],
-        input_tokens=job.input_tokens,
-        asked_tokens=job.output_tokens,
-        output_tokens=0,
-        error=STOPPED,
-        message="the run was stopped",
-    )

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal
 
-from paceline.errors import EngineError, rebuild
+from paceline.errors import EngineError, RequestCancelled, rebuild
 from paceline.loadtest.config import BenchConfig, Mode
 from paceline.loadtest.frames import (
     Assignment,
@@ -56,6 +56,7 @@ class Run:
     outcomes: list[Outcome]
     generators: list[GeneratorUse]
     stopped: bool
+    interrupted: bool
     start: float  # by the monotonic clock
 
 
@@ -70,6 +71,8 @@ class Fleet:
         self._children: list[asyncio.subprocess.Process] = []
         self._progress: list[Progress] = []
         self._stopped = False
+        self._interrupted = False
+        self._stopping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Fleet:
         for share in range(self._shares):
@@ -108,11 +111,49 @@ class Fleet:
                     child.kill()
                 await child.wait()
 
-    async def run(self, on_progress: OnProgress, on_start: Callable[[float], None] = lambda start: None) -> Run:
-        """Waits until all are ready, then runs. `on_start` is told the start. Raises a child's error."""
+    async def run(
+        self,
+        on_progress: OnProgress,
+        on_start: Callable[[float], None] = lambda start: None,
+        *,
+        interrupted: asyncio.Event | None = None,
+    ) -> Run:
+        """Waits until all are ready, then runs, to the end or until it is `interrupted`. `on_start` is told the start.
+
+        Raises a child's error, and RequestCancelled where it is interrupted before the start.
+        """
+        interruption = asyncio.create_task((interrupted or asyncio.Event()).wait())
+        try:
+            await self._until_ready(interruption)
+            interruption.add_done_callback(self._on_interrupted)
+            return await self._run(on_progress, on_start)
+        finally:
+            interruption.cancel()
+            if self._stopping is not None:
+                await self._stopping
+
+    async def _until_ready(self, interruption: asyncio.Task[Literal[True]]) -> None:
+        ready = asyncio.create_task(self._all_ready())
+        either: list[asyncio.Task[Any]] = [ready, interruption]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise RequestCancelled("the run was interrupted before its first request")
+            ready.result()
+        finally:
+            ready.cancel()
+
+    async def _all_ready(self) -> None:
         for child in self._children:
             message = await self._next(child)
             assert isinstance(message, Ready)
+
+    def _on_interrupted(self, interruption: asyncio.Task[Literal[True]]) -> None:
+        if not interruption.cancelled():
+            self._interrupted = True
+            self._stopping = asyncio.create_task(self._stop())
+
+    async def _run(self, on_progress: OnProgress, on_start: Callable[[float], None]) -> Run:
         start = time.monotonic() + _LEAD_S
         on_start(start)
         for child in self._children:
@@ -126,7 +167,13 @@ class Fleet:
         generators = [
             GeneratorUse(cpu_share=report.cpu_s / seconds, loop_lag_s=report.loop_lag_s) for report in reports
         ]
-        return Run(outcomes=outcomes, generators=generators, stopped=self._stopped, start=start)
+        return Run(
+            outcomes=outcomes,
+            generators=generators,
+            stopped=self._stopped,
+            interrupted=self._interrupted,
+            start=start,
+        )
 
     async def _follow(self, share: int, on_progress: OnProgress) -> Report:
         while True:
@@ -135,10 +182,14 @@ class Fleet:
                 return message
             assert isinstance(message, Progress)
             self._progress[share] = message
-            if on_progress(_sum(self._progress)) and not self._stopped:
-                self._stopped = True
-                for child in self._children:
-                    await _tell(child, Stop())
+            if on_progress(_sum(self._progress)):
+                await self._stop()
+
+    async def _stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            for child in self._children:
+                await _tell(child, Stop())
 
     async def _next(self, child: asyncio.subprocess.Process) -> Ready | Progress | Report:
         assert child.stdout is not None

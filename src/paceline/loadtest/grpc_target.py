@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Self
 
 from paceline.client import AsyncClient, Finish, Loads
 from paceline.errors import PacelineError
 from paceline.loadtest.config import BenchConfig
-from paceline.loadtest.outcome import BROKEN_STREAM, SHORT_ANSWER, Outcome, Served
+from paceline.loadtest.outcome import BROKEN_STREAM, SHORT_ANSWER, STOPPED, STOPPED_MESSAGE, Outcome, Served
 from paceline.loadtest.target import Clock, Send, TargetInfo
 from paceline.loadtest.workload import Job
 
@@ -74,6 +75,8 @@ class GrpcTarget:
                     finish = chunk.finish
         except PacelineError as failure:
             error, message = failure.reason, failure.message
+        except asyncio.CancelledError:
+            error, message = STOPPED, STOPPED_MESSAGE
         ended = clock.now()
         output_tokens = sum(tokens)
         if error is None and finish is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import Final
 
 import msgspec
 
-from paceline.errors import EngineError
-from paceline.loadtest.config import BenchConfig
+from paceline.errors import EngineError, RequestCancelled
+from paceline.loadtest.backlog import backlog
+from paceline.loadtest.config import BenchConfig, Mode
 from paceline.loadtest.fleet import Fleet, GeneratorUse
 from paceline.loadtest.frames import Progress
 from paceline.loadtest.outcome import Outcome
@@ -37,13 +39,14 @@ class Result:
     summary: Summary
     pools: list[PoolUse]
     generators: list[GeneratorUse]
-    stopped: bool  # early, its verdict being clear
+    stopped: bool  # early: its verdict was clear, or it was interrupted
+    interrupted: bool
     outcomes: list[Outcome]
     samples: list[Sample]
 
     @property
     def warnings(self) -> list[str]:
-        """Why its figures may be the generator's own rather than the server's; empty where nothing says so."""
+        """Why its figures may be the generator's own, or of no state that lasts; empty where nothing says so."""
         found = []
         late = self.summary.lateness_s
         if late is not None and late.p99 > _LATE_S:
@@ -54,6 +57,12 @@ class Result:
             if use.loop_lag_s is not None and use.loop_lag_s.p99 > _LATE_S:
                 lag_ms = use.loop_lag_s.p99 * 1e3
                 found.append(f"generator process {number} stamped 1% of what came {lag_ms:.1f} ms late or more")
+        if self.config.mode is Mode.OPEN and (behind := backlog(self.outcomes)) is not None:
+            found.append(
+                f"the server falls behind: after a third of the sending it answered {behind.answered_per_s:.3g} "
+                f"requests/s of {behind.offered_per_s:.3g}, and those under way grew from {behind.under_way_before:,} "
+                f"to {behind.under_way_after:,}; latencies are those of a queue that grows, and of this run's length"
+            )
         return found
 
 
@@ -72,6 +81,7 @@ class Found:
 
     rate: float | None
     probes: list[Probe]
+    interrupted: bool  # before it was known to within the tolerance
 
     @property
     def best(self) -> Result | None:
@@ -79,10 +89,18 @@ class Found:
         return next((probe.result for probe in self.probes if probe.well and probe.rate == self.rate), None)
 
 
-async def measure(config: BenchConfig, on_progress: OnProgress, *, warm: bool = True, give_up: bool = False) -> Result:
+async def measure(
+    config: BenchConfig,
+    on_progress: OnProgress,
+    *,
+    warm: bool = True,
+    give_up: bool = False,
+    interrupted: asyncio.Event | None = None,
+) -> Result:
     """Runs once. With `give_up` it ends as soon as too many requests are bad for `goodput_share`.
 
-    Raises PacelineError where the target cannot be reached, or the settings do not fit it.
+    Once `interrupted` is set it ends at once, with the figures so far. Raises PacelineError where the target cannot be
+    reached, or the settings do not fit it, and RequestCancelled where there are no figures yet.
     """
     salt = secrets.token_hex(8)
     async with make_target(config, salt) as target:
@@ -97,8 +115,10 @@ async def measure(config: BenchConfig, on_progress: OnProgress, *, warm: bool = 
 
         sampler = Sampler(target, config.sample_s)
         async with Fleet(config, info, salt=salt, warm=warm) as fleet, sampler:
-            run = await fleet.run(told, sampler.start)
+            run = await fleet.run(told, sampler.start, interrupted=interrupted)
     if not run.outcomes:
+        if run.interrupted:
+            raise RequestCancelled("the run was interrupted before its first request")
         raise EngineError("no request was sent")
     return Result(
         config=config,
@@ -107,6 +127,7 @@ async def measure(config: BenchConfig, on_progress: OnProgress, *, warm: bool = 
         pools=pool_use(sampler.samples),
         generators=run.generators,
         stopped=run.stopped,
+        interrupted=run.interrupted,
         outcomes=run.outcomes,
         samples=sampler.samples,
     )
@@ -117,20 +138,32 @@ def is_hopeless(bad: int, expected: int, share: float) -> bool:
     return (expected - bad) / expected < share  # computed as the share itself is: any other form rounds otherwise
 
 
-async def find_goodput(config: BenchConfig, on_progress: OnProgress, on_probe: Callable[[Probe], None]) -> Found:
+async def find_goodput(
+    config: BenchConfig,
+    on_progress: OnProgress,
+    on_probe: Callable[[Probe], None],
+    *,
+    interrupted: asyncio.Event | None = None,
+) -> Found:
     """The highest rate at which `goodput_share` of the requests keep the SLO. `on_probe` is told of each run.
 
-    Each run has prompts of its own, so that none finds what an earlier one left in a cache.
+    Once `interrupted` is set it ends at once, with what is known by the runs that were ended. Each run has prompts of
+    its own, so that none finds what an earlier one left in a cache.
     """
     search = RateSearch(first=config.rate or 1.0, highest=config.max_rate, tolerance=config.goodput_tolerance)
     probes: list[Probe] = []
     while (rate := search.next_rate) is not None:
         seeded = msgspec.structs.replace(config, rate=rate, seed=config.seed + len(probes))
-        result = await measure(seeded, on_progress, warm=not probes, give_up=True)
+        try:
+            result = await measure(seeded, on_progress, warm=not probes, give_up=True, interrupted=interrupted)
+        except RequestCancelled:
+            return Found(rate=search.passed, probes=probes, interrupted=True)
+        if result.interrupted:
+            return Found(rate=search.passed, probes=probes, interrupted=True)
         goodput = result.summary.goodput
         assert goodput is not None, "a search has an SLO"
         probe = Probe(rate=rate, well=not result.stopped and goodput.share >= config.goodput_share, result=result)
         probes.append(probe)
         on_probe(probe)
         search = search.told(rate, well=probe.well)
-    return Found(rate=search.passed, probes=probes)
+    return Found(rate=search.passed, probes=probes, interrupted=False)

@@ -7,6 +7,7 @@ Else each message counts as one until the closing `usage` tells the sum, which i
 
 from __future__ import annotations
 
+import asyncio
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -17,7 +18,7 @@ from paceline.client import Loads
 from paceline.config import default_cache_dir
 from paceline.errors import DeadlineExceeded, EngineError, StartupError, WorkerLost, quote
 from paceline.loadtest.config import BenchConfig
-from paceline.loadtest.outcome import SHORT_ANSWER, Outcome
+from paceline.loadtest.outcome import SHORT_ANSWER, STOPPED, STOPPED_MESSAGE, Outcome
 from paceline.loadtest.target import Clock, Send, TargetInfo
 from paceline.loadtest.workload import Job
 
@@ -166,6 +167,8 @@ class OpenAiTarget:
             error, message = f"HTTP_{refusal.status}", refusal.text
         except EngineError as failure:
             error, message = failure.reason, failure.message
+        except asyncio.CancelledError:
+            error, message = STOPPED, STOPPED_MESSAGE
         except TimeoutError:
             error, message = DeadlineExceeded.reason, f"no end after {self._config.timeout_s:g} s"
         except (self._http.ClientError, OSError) as failure:

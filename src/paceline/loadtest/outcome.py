@@ -7,7 +7,9 @@ from itertools import pairwise
 import msgspec
 
 STOPPED = "STOPPED"
-"""The error of a request that the run itself ended, since its verdict was clear."""
+"""The error of a request that the run itself ended: its verdict was clear, or it was interrupted."""
+
+STOPPED_MESSAGE = "the run was stopped"
 
 SHORT_ANSWER = "SHORT_ANSWER"
 """The error of an answer that ended well and had other than the tokens that were asked for."""

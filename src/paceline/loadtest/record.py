@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ def result_record(result: Result, *, arrivals: bool = False) -> dict[str, Any]:
         "summary": summary,
         "warnings": result.warnings,
         "stopped": result.stopped,
+        "interrupted": result.interrupted,
         "pools": msgspec.to_builtins(result.pools),
         "generators": msgspec.to_builtins(result.generators),
         "requests": [_request(outcome, arrivals) for outcome in result.outcomes],
@@ -46,17 +46,25 @@ def search_record(found: Found, *, arrivals: bool = False) -> dict[str, Any]:
         {"rate": probe.rate, "well": probe.well, "result": result_record(probe.result, arrivals=arrivals)}
         for probe in found.probes
     ]
-    return {"paceline": __version__, "goodput_rate": found.rate, "probes": probes}
+    return {
+        "paceline": __version__,
+        "goodput_rate": found.rate,
+        "interrupted": found.interrupted,
+        "probes": probes,
+    }
 
 
 def check_json(path: Path) -> None:
     """Makes the folder, ahead of the load. Raises ConfigError where a record could not be written there after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("ab"):  # the only question that every kind of folder and file system answers
+            pass
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"json: {path} cannot be written: {error.strerror}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"json: {path} cannot be written: it is a folder, or not yours to write to")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

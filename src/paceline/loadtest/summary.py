@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.loadtest.config import Slo
-from paceline.loadtest.outcome import Outcome
+from paceline.loadtest.outcome import STOPPED, Outcome
 from paceline.loadtest.statistics import Distribution, percentile
 
 SLO_PERCENT = 99.0
@@ -45,7 +45,7 @@ class Goodput:
 
     slo: Slo
     good: int
-    share: float  # of all that were sent; one that failed is not good
+    share: float  # of all but those that the run itself stopped; one that failed is not good
     requests_per_s: float
 
 
@@ -71,6 +71,7 @@ class Summary:
 
     sent: int
     succeeded: int
+    stopped: int  # by the run itself: neither answered nor failed
     errors: dict[str, int]  # by reason
     first_errors: dict[str, str]  # what the first of each reason said
     whole: Throughput  # from the first sending to the last end
@@ -102,6 +103,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo | None = None) -> Summary:
     return Summary(
         sent=len(outcomes),
         succeeded=len(done),
+        stopped=sum(outcome.error == STOPPED for outcome in outcomes),
         errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None).most_common()),
         first_errors=first_errors,
         whole=whole,
@@ -157,7 +159,8 @@ def _throughput(outcomes: Iterable[Outcome], begin: float, end: float) -> Throug
 
 def _goodput(outcomes: Sequence[Outcome], slo: Slo, whole: Throughput) -> Goodput:
     good = sum(is_good(outcome, slo) for outcome in outcomes)
-    return Goodput(slo=slo, good=good, share=good / len(outcomes), requests_per_s=good / whole.seconds)
+    judged = sum(outcome.error != STOPPED for outcome in outcomes)
+    return Goodput(slo=slo, good=good, share=good / max(1, judged), requests_per_s=good / whole.seconds)
 
 
 def _handovers(done: Sequence[Outcome]) -> Handovers | None:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from paceline.loadtest.config import Mode, Slo
 from paceline.loadtest.measure import Found, Result
+from paceline.loadtest.outcome import STOPPED
 from paceline.loadtest.statistics import Distribution
 from paceline.loadtest.summary import SLO_PERCENT, Handovers, Throughput
 
@@ -25,10 +26,14 @@ _LATENCIES = (
 def result_table(result: Result) -> RenderableType:
     """Latencies, then counts and rates, then pools; what went wrong is in red below."""
     parts: list[RenderableType] = [Text(_title(result)), _latencies(result), _counts(result)]
+    if result.interrupted:
+        parts.insert(1, Text("interrupted: the figures so far", style="yellow"))
     if result.pools:
         parts.append(_pools(result))
     summary = result.summary
     for reason, count in summary.errors.items():
+        if reason == STOPPED and result.interrupted:
+            continue  # whoever interrupted knows
         parts.append(Text(f"{count} x {reason}: {' '.join(summary.first_errors[reason].split())}", style="red"))
     parts += map(_warning, result.warnings)
     return Group(*parts)
@@ -52,6 +57,8 @@ def search_table(found: Found) -> RenderableType:
             verdict,
         )
     rate = "no rate that was tried" if found.rate is None else f"{found.rate:.4g} requests/s"
+    if found.interrupted:
+        rate += ", as far as the search came"
     # The answer is as good as the run that went wrong at the next rate.
     failed = min((probe for probe in found.probes if not probe.well), key=lambda probe: probe.rate, default=None)
     doubts = [] if failed is None else [f"at {failed.rate:.4g}/s {each}" for each in failed.result.warnings]
@@ -91,8 +98,9 @@ def _counts(result: Result) -> Table:
     summary = result.summary
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
-    failed = summary.sent - summary.succeeded
-    table.add_row("requests", f"{summary.succeeded:,} answered, {failed:,} failed")
+    failed = summary.sent - summary.succeeded - summary.stopped
+    stopped = f", {summary.stopped:,} under way at the stop" if summary.stopped else ""
+    table.add_row("requests", f"{summary.succeeded:,} answered, {failed:,} failed{stopped}")
     cached = f", {summary.cached_tokens:,} of them cached" if summary.cached_tokens else ""
     table.add_row("tokens", f"{summary.input_tokens:,} in prompts{cached}; {summary.output_tokens:,} in answers")
     if summary.tokens_per_message is not None:

@@ -36,7 +36,7 @@ class Clock:
 Send = Callable[[Clock], Coroutine[Any, Any, Outcome]]
 """Sends one request at once and stamps its answer. Whatever goes wrong is in the outcome, not raised.
 
-Being cancelled, it ends the request on the server as well, and raises CancelledError.
+Being cancelled, it ends the request on the server as well, and returns what had come by then, as STOPPED.
 """
 
 

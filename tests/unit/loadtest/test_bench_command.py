@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from paceline import errors
 from paceline.cli import main
 from paceline.loadtest.config import BenchConfig
 from paceline.loadtest.measure import measure
+from paceline.loadtest.plots import check_plots, figures
+from paceline.loadtest.record import check_json
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.openai_server import openai_server
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
@@ -191,23 +196,67 @@ async def test_a_run_whose_verdict_is_clear_is_given_up_and_its_requests_end(rou
     assert result.summary.errors == {"STOPPED": 7, "OVERLOADED": 1}
 
 
+class Interruptible:
+    """`paceline bench` as a process; its first requests are answered, the later ones never end."""
+
+    def __init__(self, router: ScriptedRouter, *flags: str, answered: int) -> None:
+        self._under_way = threading.Event()
+
+        def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+            if len(router.requests) <= answered:
+                yield from answer(request)
+                return
+            while not router.cancelled.wait(0.01):
+                yield router_pb2.GenerateResponse(token_ids=[1])
+                self._under_way.set()
+
+        router.script = script
+        command = [sys.executable, "-m", "paceline.cli", "bench", "--output-len=6", "--warmup=0", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def interrupt(self) -> tuple[int, str, str]:
+        """Ctrl-C once requests are under way that do not end: status, output, errors."""
+        assert self._under_way.wait(30)
+        self.process.send_signal(signal.SIGINT)
+        out, err = self.process.communicate(timeout=30)  # and nobody else holds the pipes
+        return self.process.returncode, out.decode(), err.decode()
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_ends_the_generators_and_their_requests(router: ScriptedRouter, processes: int) -> None:
-    under_way = threading.Event()
-
-    def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
-        while not router.cancelled.wait(0.01):
-            yield router_pb2.GenerateResponse(token_ids=[1])
-            under_way.set()
-
-    router.script = script
-    flags = ["--concurrency=2", f"--processes={processes}", "--warmup=0"]
-    run = subprocess.Popen([sys.executable, "-m", "paceline.cli", "bench", *flags], stderr=subprocess.PIPE)
-    assert under_way.wait(30)
-    run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=30)[1] == b"", "and nobody else holds the pipe"
-    assert run.returncode == 130
+def test_ctrl_c_ends_the_generators_and_their_requests_and_shows_the_figures_so_far(
+    router: ScriptedRouter, tmp_path: Path, processes: int
+) -> None:
+    file, plots = tmp_path / "result.json", tmp_path / "plots"
+    flags = ("--concurrency=2", f"--processes={processes}", f"--json={file}", f"--plots={plots}", "--slo-ttft-ms=30000")
+    status, out, err = Interruptible(router, *flags, answered=4).interrupt()
+    assert (status, err) == (130, "")
+    assert "interrupted: the figures so far" in out
+    assert "4 answered, 0 failed, 2 under way at the stop" in out
+    assert "STOPPED" not in out
+    result = json.loads(file.read_text())
+    assert (result["interrupted"], result["stopped"]) == (True, True)
+    summary = result["summary"]
+    assert (summary["succeeded"], summary["stopped"], summary["goodput"]["share"]) == (4, 2, 1.0)
+    stopped = [request for request in result["requests"] if request["error"] == "STOPPED"]
+    assert sum(request["output_tokens"] for request in stopped) > 0, "what had come by then counts"
+    assert (plots / "throughput.png").exists()
     assert router.cancelled.wait(30)
+
+
+def test_ctrl_c_in_a_search_tells_what_was_found_so_far(router: ScriptedRouter, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    flags = ("--find-goodput", "--slo-ttft-ms=30000", "--rate=100", "--requests=10", f"--json={file}")
+    status, out, err = Interruptible(router, *flags, answered=20).interrupt()
+    assert status == 130, err
+    assert "goodput: 200 requests/s, as far as the search came" in out
+    record = json.loads(file.read_text())
+    assert (record["interrupted"], record["goodput_rate"], len(record["probes"])) == (True, 200, 2)
+
+
+def test_ctrl_c_before_the_first_request_has_nothing_to_show(router: ScriptedRouter) -> None:
+    warming = Interruptible(router, "--concurrency=1", "--warmup=1", answered=0)
+    status, out, err = warming.interrupt()
+    assert (status, out, err) == (130, "", "")
 
 
 def children() -> list[int]:
@@ -261,6 +310,36 @@ def test_plots_are_drawn(router: ScriptedRouter, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
 
 
+def test_each_axis_of_a_plot_says_what_it_shows_and_in_which_unit(router: ScriptedRouter) -> None:
+    config = BenchConfig(router=router.address, concurrency=2, requests=6, input_len=4, output_len=6, sample_s=0.05)
+    drawn = figures(asyncio.run(measure(config, lambda progress, expected: None)))
+    assert {"ttft", "itl", "throughput", "timeline"} <= drawn.keys()
+    labels = [(axes.get_ylabel(), axes.get_xlabel()) for figure in drawn.values() for axes in figure.axes]
+    units = re.compile(r"\((ms|s|tokens/s|requests|number in order.*|.*0 to 1)\)$")
+    for y_label, x_label in labels:
+        assert units.search(y_label), y_label
+        assert units.search(x_label) or y_label == "requests under way (requests)", "which shares the other's"
+
+
+def test_a_server_that_falls_behind_the_offered_rate_is_told_of(
+    router: ScriptedRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_at_a_time = threading.Lock()
+
+    def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
+        if router.requests.index(request) < 10:
+            yield from answer(request)
+            return
+        with one_at_a_time:
+            time.sleep(0.05)
+            yield from answer(request)
+
+    router.script = script
+    _, result = bench(tmp_path, "--rate=100", "--requests=120", "--warmup=0")
+    assert any("the server falls behind" in warning for warning in result["warnings"])
+    assert "warning: the server falls behind" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("package", "flags", "flag"),
     [
@@ -294,13 +373,35 @@ def test_what_cannot_be_run_is_said(
     assert router.requests == []
 
 
-@pytest.mark.parametrize("place", ["file/result.json", "folder"])
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [
+        ("json", "file/result.json"),
+        ("json", "folder"),
+        ("json", "/proc/result.json"),
+        ("plots", "file"),
+        ("plots", "file/plots"),
+        ("plots", "/proc"),
+        ("plots", "/proc/plots"),
+    ],
+)
 def test_a_result_that_could_not_be_kept_is_said_before_the_load(
-    router: ScriptedRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+    router: ScriptedRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, place: str
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     path = tmp_path / place
-    assert main(["bench", "--rate=1", f"--router={router.address}", f"--json={path}"]) == 2
-    assert f"json: {path} cannot be written" in capsys.readouterr().err
+    assert main(["bench", "--rate=1", f"--router={router.address}", f"--{setting}={path}"]) == 2
+    assert f"{setting}: {path} cannot be written" in capsys.readouterr().err
     assert router.requests == []
+
+
+def test_the_look_whether_a_result_could_be_kept_leaves_nothing_and_takes_nothing(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    check_json(old)
+    check_json(tmp_path / "new" / "result.json")
+    check_plots(tmp_path / "plots")
+    assert old.read_text() == "kept"
+    assert not list((tmp_path / "new").iterdir())
+    assert not list((tmp_path / "plots").iterdir())

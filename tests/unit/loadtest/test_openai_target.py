@@ -142,7 +142,7 @@ async def test_a_request_that_does_not_end_in_time_has_failed(server: OpenAiServ
     assert (outcome.error, outcome.message) == ("DEADLINE_EXCEEDED", "no end after 0.3 s")
 
 
-async def test_cancelling_a_request_closes_its_connection(server: OpenAiServer) -> None:
+async def test_cancelling_a_request_closes_its_connection_and_is_an_outcome(server: OpenAiServer) -> None:
     begun = threading.Event()
 
     def script(request: dict[str, Any]) -> Events:
@@ -155,8 +155,9 @@ async def test_cancelling_a_request_closes_its_connection(server: OpenAiServer) 
     task = asyncio.create_task(ask(server))
     assert await asyncio.to_thread(begun.wait, 30)
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    outcome = await task
+    assert (outcome.error, outcome.message) == ("STOPPED", "the run was stopped")
+    assert outcome.output_tokens == len(outcome.arrivals_s)
     assert await asyncio.to_thread(server.left.wait, 30)
 
 
