@@ -33,6 +33,8 @@ from report import Report
 PARTS: Final = ("rows", "interference", "goodput", "kills", "soak", "colocated")
 MODEL: Final = "dummy:llama-3.1-8b"
 REJOIN_S: Final = 90.0
+APART_S: Final = 16.0
+"""Between two kills of one worker: the fifth death within a minute would end `paceline up`, by its own rule."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def kills(report: Report, means: Means, cluster: Cluster, times: int) -> None:
                 killed = time.monotonic()
                 wait_for_another(cluster, role, victim)
                 rejoined = time.monotonic() - killed
+                if number + 1 < times and not means.quick:
+                    time.sleep(max(0.0, APART_S - rejoined))
             report.at_most(f"kill {number + 1} of {role}: rejoined after", rejoined, REJOIN_S, "s")
             report.note(f"kill {number + 1} of {role}: requests beside it", outcome())
     result = run_load(cluster, means.sized(Load(1024, 32, 16, concurrency=4)))
