@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -117,7 +118,7 @@ class RouterFace(router_pb2_grpc.RouterServicer):
 
         async def write(piece: Piece) -> None:
             try:
-                await context.write(piece_to_proto(request_id, piece))
+                await context.write(piece_to_proto(request_id, piece, self._reader.token_text))
             except grpc.aio.BaseError as error:
                 raise RequestCancelled("the client is gone") from error
 
@@ -236,8 +237,10 @@ def balance_to_proto(balance: Balance) -> router_pb2.Balance:
     )
 
 
-def piece_to_proto(request_id: RequestId, piece: Piece) -> router_pb2.GenerateResponse:
-    """A piece for the wire."""
+def piece_to_proto(
+    request_id: RequestId, piece: Piece, token_text: Callable[[int], str | None]
+) -> router_pb2.GenerateResponse:
+    """A piece for the wire. `token_text` gives the text of a token by itself."""
     message = router_pb2.GenerateResponse(
         request_id=request_id,
         text=piece.text,
@@ -247,9 +250,9 @@ def piece_to_proto(request_id: RequestId, piece: Piece) -> router_pb2.GenerateRe
     )
     # The rest where there is any: this runs for every token.
     if piece.logprobs:
-        message.logprobs.extend(map(wire.logprob_to_proto, piece.logprobs))
+        message.logprobs.extend(wire.logprob_to_proto(each, token_text) for each in piece.logprobs)
     if piece.prompt_logprobs:
-        message.prompt_logprobs.extend(map(wire.logprob_to_proto, piece.prompt_logprobs))
+        message.prompt_logprobs.extend(wire.logprob_to_proto(each, token_text) for each in piece.prompt_logprobs)
     if piece.summary is not None:
         message.finish.CopyFrom(summary_to_proto(piece.summary))
     elif piece.end is not None:

@@ -88,6 +88,10 @@ class PromptReader:
         """A new answer's way from ids to text."""
         return Detokenizer(self.tokenizer)
 
+    def token_text(self, token_id: int) -> str | None:
+        """What a token stands for by itself, control tokens too; None for a model without a tokenizer."""
+        return self.tokenizer.decode([token_id], skip_special=False) if self.tokenizer.has_text else None
+
     def timeout_s(self, message: router_pb2.GenerateRequest) -> float:
         """How long the request may take in all, in seconds. Raises InvalidRequest."""
         return read_timeout(message, default_s=self._timeout_s)

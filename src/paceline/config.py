@@ -14,6 +14,7 @@ How the sources are merged and checked is in `paceline.settings`.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+
+_DEVICE: Final = re.compile(r"cpu|cuda:[0-9]+")
 
 C = TypeVar("C", bound="CommonConfig")
 
@@ -141,7 +144,9 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Number format of weights and KV; auto: bfloat16 on a GPU, float32 on a CPU"),
     ] = "auto"
-    device: Annotated[str, Meta(description="cpu, or cuda:N for GPU N", pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
+    device: Annotated[
+        str | None, Meta(description="cpu, or cuda:N for GPU N; none: cpu, unless cuda_index names a GPU")
+    ] = None
     cuda_index: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="GPU to compute on; short for --device cuda:N")
     ] = None
@@ -205,6 +210,16 @@ class EngineConfig(CommonConfig, frozen=True, kw_only=True):
     ] = 10.0
     seed: Annotated[int, Meta(description="Seed of dummy weights", ge=0, le=2**63 - 1)] = 0
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what is no device, or where two settings name different ones."""
+        if self.device is None:
+            return
+        _check_device("device", self.device)
+        if self.cuda_index is not None and self.device != f"cuda:{self.cuda_index}":
+            raise ConfigError(
+                f"device: {self.device} and cuda_index: {self.cuda_index} contradict each other: give one of the two"
+            )
+
 
 class WorkerConfig(EngineConfig, frozen=True, kw_only=True):
     """What a prefill and a decode worker share."""
@@ -229,20 +244,19 @@ class WorkerConfig(EngineConfig, frozen=True, kw_only=True):
     ] = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an address that is not host:port."""
+        """Raises ConfigError for an address that is not host:port, and for what a device cannot do."""
+        super().__post_init__()
         for address in self.router:
             parse_address("router", address)
         if self.batch_invariant and not self.on_gpu:
             raise ConfigError(f"batch_invariant: it is for GPUs, and the device is {self.compute_device}")
-        if self.cuda_index is not None and self.device not in ("cpu", f"cuda:{self.cuda_index}"):
-            raise ConfigError(f"cuda_index: {self.cuda_index} contradicts the device {self.device}")
         if self.advertise is not None:
             parse_address("advertise", self.advertise)
 
     @property
     def compute_device(self) -> str:
         """`cpu` or `cuda:N`, whichever setting says so."""
-        return self.device if self.cuda_index is None else f"cuda:{self.cuda_index}"
+        return self.device or ("cpu" if self.cuda_index is None else f"cuda:{self.cuda_index}")
 
     @property
     def on_gpu(self) -> bool:
@@ -333,6 +347,18 @@ class UpConfig(EngineConfig, frozen=True, kw_only=True):
     ] = 5
     death_window_s: Annotated[float, Meta(description="Window in which deaths are counted, in seconds", gt=0)] = 60.0
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a listed device that is none, or that another setting contradicts."""
+        super().__post_init__()
+        for setting in ("prefill_devices", "decode_devices"):
+            for device in getattr(self, setting):
+                _check_device(setting, device)
+                if self.cuda_index is not None and device != f"cuda:{self.cuda_index}":
+                    raise ConfigError(
+                        f"{setting}: {device} and cuda_index: {self.cuda_index} contradict each other: "
+                        "give one of the two"
+                    )
+
 
 SECTIONS: Final[dict[str, type[CommonConfig]]] = {
     "router": RouterConfig,
@@ -340,6 +366,11 @@ SECTIONS: Final[dict[str, type[CommonConfig]]] = {
     "decode": DecodeConfig,
     "up": UpConfig,
 }
+
+
+def _check_device(setting: str, device: str) -> None:
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"{setting}: {quote(device)} is no device; allowed are cpu, and cuda:N for GPU N")
 
 
 def load(cls: type[C], *, file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> C:

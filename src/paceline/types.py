@@ -193,6 +193,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the most likely tokens, best first
+    text: str | None = None  # the token's own, in a router's answers; None where it has no tokenizer
+    top_texts: tuple[str, ...] = ()  # of `top`, likewise; empty where there is none
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ trailing metadata. Code branches on the reason: gRPC makes some statuses of its 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn, cast
 
@@ -322,13 +322,25 @@ def sampling_to_proto(sampling: types.SamplingParams) -> common_pb2.SamplingPara
     )
 
 
-def logprob_to_proto(logprob: types.TokenLogprob) -> common_pb2.TokenLogprob:
-    """A token's log-probability for the wire."""
-    top = [common_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top]
-    return common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+def logprob_to_proto(
+    logprob: types.TokenLogprob, text_of: Callable[[int], str | None] = lambda token_id: None
+) -> common_pb2.TokenLogprob:
+    """A token's log-probability for the wire, with the texts that `text_of` gives its ids."""
+    top = [
+        common_pb2.TokenLogprob(token_id=token_id, logprob=value, text=text_of(token_id))
+        for token_id, value in logprob.top
+    ]
+    return common_pb2.TokenLogprob(
+        token_id=logprob.token_id, logprob=logprob.logprob, top=top, text=text_of(logprob.token_id)
+    )
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> types.TokenLogprob:
     """A token's log-probability from the wire."""
-    top = tuple((each.token_id, each.logprob) for each in message.top)
-    return types.TokenLogprob(message.token_id, message.logprob, top)
+    return types.TokenLogprob(
+        message.token_id,
+        message.logprob,
+        top=tuple((each.token_id, each.logprob) for each in message.top),
+        text=message.text if message.HasField("text") else None,
+        top_texts=tuple(each.text for each in message.top if each.HasField("text")),
+    )

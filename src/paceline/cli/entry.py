@@ -212,6 +212,9 @@ def _add_models(commands: _Commands[argparse.ArgumentParser]) -> None:
     fetch.add_argument("model", nargs="?", help="model to fetch; the default one by default")
     fetch.add_argument("--cache-dir", default=argparse.SUPPRESS, metavar="DIR", help="where fetched models are kept")
     fetch.set_defaults(handler=models.fetch)
+    known = _command(actions, "list", "list the models that can be served by name: sizes, and where they are kept")
+    known.add_argument("--cache-dir", default=argparse.SUPPRESS, metavar="DIR", help="where fetched models are kept")
+    known.set_defaults(handler=models.list_known)
 
 
 def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 
 from rich.table import Table
@@ -28,11 +29,19 @@ def print_logprobs(answer: Completion) -> None:
     for number, choice in enumerate(answer.choices):
         lines += [(f"choice {number}", each) for each in choice.logprobs]
     for where, logprob in lines:
-        top = ", ".join(f"{token_id} {value:.4f}" for token_id, value in logprob.top)
-        print(f"{where}  {logprob.token_id} {logprob.logprob:.4f}  [{top}]", file=sys.stderr)
+        texts = logprob.top_texts or (None,) * len(logprob.top)
+        top = ", ".join(
+            f"{_token(token_id, text)} {value:.4f}" for (token_id, value), text in zip(logprob.top, texts, strict=True)
+        )
+        print(f"{where}  {_token(logprob.token_id, logprob.text)} {logprob.logprob:.4f}  [{top}]", file=sys.stderr)
     for number, choice in enumerate(answer.choices):
         if choice.cumulative_logprob is not None:
             print(f"choice {number}  sum {choice.cumulative_logprob:.4f}", file=sys.stderr)
+
+
+def _token(token_id: int, text: str | None) -> str:
+    """`278 " the"`: quoted, so that spaces and line ends are seen; the id alone where there is no text."""
+    return str(token_id) if text is None else f"{token_id} {json.dumps(text, ensure_ascii=False)}"
 
 
 def stats_table(finish: Finish, workers: dict[WorkerKey, Worker]) -> Table:

@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from paceline.checkpoint import SourceKind, read_config, resolve, source
 from paceline.checkpoint.hub import fetch_from_hub, is_hub_id
+from paceline.checkpoint.inventory import KnownModel, known_models
 from paceline.errors import CheckpointError, FetchError
 from paceline.testing.checkpoints import random_tensors, write_folder, write_gguf
 
@@ -169,3 +170,26 @@ def test_hub_ids_are_told_from_paths(spec: str) -> None:
 )
 def test_paths_are_told_from_hub_ids(spec: str) -> None:
     assert not is_hub_id(spec)
+
+
+@pytest.mark.parametrize("revision", ["", "@v1"])
+def test_what_was_fetched_is_listed_by_the_names_that_serve_it(
+    tmp_path: Path, endpoint: str, hub_files: dict[str, bytes], revision: str
+) -> None:
+    folder = fetch_from_hub(f"org/tiny{revision}", cache_dir=tmp_path, endpoint=endpoint)
+    file = fetch_from_hub(f"org/tiny/tiny-q.gguf{revision}", cache_dir=tmp_path, endpoint=endpoint)
+    nbytes = sum(path.stat().st_size for path in folder.iterdir() if path != file)
+    listed = [model for model in known_models(tmp_path) if model.name.startswith("org/")]
+    assert listed == [
+        KnownModel(name=f"org/tiny{revision}", nbytes=nbytes, path=folder),
+        KnownModel(name=f"org/tiny/tiny-q.gguf{revision}", nbytes=len(hub_files["tiny-q.gguf"]), path=file),
+    ]
+    for model in listed:
+        assert resolve(model.name, cache_dir=tmp_path, offline=True).path == model.path
+
+
+def test_without_a_cache_the_names_are_listed_all_the_same(tmp_path: Path) -> None:
+    listed = {model.name: model for model in known_models(tmp_path / "none")}
+    assert listed["smollm2-135m-instruct"].path is None
+    assert listed["smollm2-135m-instruct"].nbytes == 92_871_040, "what is to be downloaded"
+    assert listed["dummy:tiny"] == KnownModel(name="dummy:tiny", nbytes=None, path=None)

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from paceline import __version__, errors
+from paceline.checkpoint.packaged import DEFAULT_MODEL
 from paceline.cli import main
 from paceline.cli.entry import DEFAULT_ROUTER, parser
 from paceline.cli.look import look, render
@@ -373,6 +374,69 @@ def test_version_is_a_flag_as_well(capsys: pytest.CaptureFixture[str]) -> None:
 def test_models_fetch_names_a_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "fetch", "dummy:tiny"]) == 0
     assert capsys.readouterr().out == "dummy:tiny is built in\n"
+
+
+def test_models_list_shows_names_sizes_and_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "list", f"--cache-dir={tmp_path}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["model", "size", "kept", "in"]
+    assert ["smollm2-135m-instruct", "88.6", "MiB", "not", "fetched"] in rows
+    assert ["dummy:tiny", "-", "built", "in:", "random", "weights"] in rows
+
+
+def test_a_fetched_model_is_listed_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a folder whose name is long enough to be cut off where tables are".replace(" ", "-") / "models"
+    file = file / DEFAULT_MODEL.file_name
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as sparse:
+        sparse.truncate(DEFAULT_MODEL.file_bytes)
+    assert main(["models", "list", f"--cache-dir={file.parent.parent}"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if DEFAULT_MODEL.name in line)
+    assert row.split() == [DEFAULT_MODEL.name, "93.8", "MiB", str(file)]
+
+
+def test_logprobs_are_printed_with_the_tokens_texts(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    def logprob(
+        token_id: int, value: float, text: str | None, *top: common_pb2.TokenLogprob
+    ) -> common_pb2.TokenLogprob:
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=value, text=text, top=top)
+
+    the, line = logprob(278, -0.25, " the"), logprob(13, -1.5, "\n")
+    finish = router_pb2.Finish(reason=common_pb2.FINISH_REASON_LENGTH)
+    router.script = lambda request: iter(
+        [
+            router_pb2.GenerateResponse(
+                text=" the", token_ids=[278], logprobs=[logprob(278, -0.25, " the", the, line)]
+            ),
+            router_pb2.GenerateResponse(token_ids=[7], token_index=1, logprobs=[logprob(7, -2.0, None)], finish=finish),
+        ]
+    )
+    assert main(["generate", "Hi", "--logprobs", "2"]) == 0
+    assert capsys.readouterr() == (
+        " the\n",
+        'choice 0  278 " the" -0.2500  [278 " the" -0.2500, 13 "\\n" -1.5000]\nchoice 0  7 -2.0000  []\n',
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["up", "--prefill-devices=cuda:0,nonsense"], "prefill_devices: 'nonsense' is no device; allowed are cpu, and"),
+        (["up", "--decode-devices=cuda"], "decode_devices: 'cuda' is no device; allowed are cpu, and cuda:N for GPU N"),
+        (
+            ["up", "--decode-devices=cpu", "--cuda-index=0"],
+            "decode_devices: cpu and cuda_index: 0 contradict each other",
+        ),
+        (["up", "--device=cpu", "--cuda-index=0"], "device: cpu and cuda_index: 0 contradict each other"),
+        (["decode", "--device=cpu", "--cuda-index=0"], "device: cpu and cuda_index: 0 contradict each other"),
+        (["prefill", "--device=cuda:x"], "device: 'cuda:x' is no device; allowed are cpu, and cuda:N for GPU N"),
+    ],
+)
+def test_a_device_that_is_none_or_contradicts_another_is_refused_with_its_value(
+    capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert main(flags) == 2
+    assert f"error: {said}" in capsys.readouterr().err
 
 
 def test_talking_to_a_router_imports_neither_torch_nor_a_service(router: ScriptedRouter) -> None:

@@ -40,8 +40,11 @@ def test_weights_are_counted_before_they_are_loaded() -> None:
 def test_the_gpus_index_is_short_for_its_device() -> None:
     assert DecodeConfig(cuda_index=3).compute_device == "cuda:3"
     assert DecodeConfig(device="cuda:1").compute_device == "cuda:1"
-    with pytest.raises(ConfigError, match=r"cuda_index: 2 contradicts the device cuda:1"):
+    with pytest.raises(ConfigError, match="device: cuda:1 and cuda_index: 2 contradict each other"):
         DecodeConfig(device="cuda:1", cuda_index=2)
+    with pytest.raises(ConfigError, match="device: cpu and cuda_index: 0 contradict each other"):
+        DecodeConfig(device="cpu", cuda_index=0)
+    assert DecodeConfig().compute_device == "cpu"
 
 
 def test_limits_follow_the_device_where_nobody_sets_them() -> None:

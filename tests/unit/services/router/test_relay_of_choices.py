@@ -201,3 +201,18 @@ async def test_a_prompts_log_probabilities_that_are_lost_are_an_error_and_no_sil
         await stream.finish()
         await first.fail(EngineLost("died"))
         assert isinstance(await asking.error(), WorkerLost)
+
+
+async def test_logprobs_carry_the_texts_of_their_tokens_to_the_client() -> None:
+    """Control tokens too, and parts of characters as far as they are text."""
+    async with scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(decode)
+        asking = router.ask(logprobs=1, ignore_eos=True)
+        stream = await decode.next_call()
+        await stream.reserve()
+        ids = [*ids_of("a "), 2, *ids_of("é")]
+        await stream.tokens(0, ids, logprobs=[-0.5] * len(ids))
+        await stream.finish()
+        await asking.finish()
+        said = [each for piece in asking.pieces for each in piece.logprobs]
+        assert [each.text for each in said] == ["a", " ", "</s>", "\ufffd", "\ufffd"]
