@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline import kernels
+from paceline.engine.draw_inputs import pack, split
 from paceline.engine.request import Chunk
-from paceline.engine.sampler import signed
 from paceline.engine.step_inputs import Staging
 from paceline.types import SamplingParams, TokenLogprob
 
@@ -38,7 +38,7 @@ class DeviceSampler:
 
     def rehearse(self, logits: Tensor) -> None:
         """Draws in the way that takes the most memory."""
-        temperature, top_k, top_p, keys = _split(self._columns, len(logits))
+        temperature, top_k, top_p, keys = split(self._columns, len(logits))
         drawn_with_a_cut = temperature.fill_(1.0), top_k.fill_(40), top_p.fill_(0.5), keys.zero_()
         kernels.sample_rows(logits, *drawn_with_a_cut)
 
@@ -49,7 +49,7 @@ class DeviceSampler:
         """
         samplings = [chunk.request.sampling for chunk in chunks]
         if all(sampling.greedy for sampling in samplings):
-            temperature, top_k, top_p, keys = _split(self._greedy, len(logits))
+            temperature, top_k, top_p, keys = split(self._greedy, len(logits))
         else:
             temperature, top_k, top_p, keys = self._upload(chunks, len(logits), staging)
         token_ids, bad = kernels.sample_rows(
@@ -64,27 +64,9 @@ class DeviceSampler:
 
     def _upload(self, chunks: Sequence[Chunk], rows: int, staging: Staging) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(temperature, top_k, top_p, keys), each [rows], on the device; padding is greedy."""
-        samplings = [chunk.request.sampling for chunk in chunks]
-        staged = staging.longs[: 4 * rows].zero_()
-        temperature, top_k, top_p, keys = (column[: len(chunks)] for column in _split(staged, rows))
-        temperature.copy_(torch.tensor([each.temperature for each in samplings], dtype=torch.float64))
-        top_k.copy_(torch.tensor([each.top_k for each in samplings]))
-        top_p.copy_(torch.tensor([each.top_p for each in samplings], dtype=torch.float64))
-        keys.copy_(
-            kernels.sampling_keys(
-                torch.tensor([signed(each.seed) for each in samplings]),
-                torch.tensor([chunk.request.choice for chunk in chunks]),
-                torch.tensor([chunk.end for chunk in chunks]),
-            )
-        )
-        self._columns[: 4 * rows].copy_(staged, non_blocking=True)
-        return _split(self._columns, rows)
-
-
-def _split(buffer: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(temperature float64, top_k int64, top_p float64, keys int64), each [rows], of one packed buffer."""
-    temperature, top_k, top_p, keys = buffer[: 4 * rows].view(4, rows)
-    return temperature.view(torch.float64), top_k, top_p.view(torch.float64), keys
+        pack(staging.longs_array[: 4 * rows], rows, chunks)
+        self._columns[: 4 * rows].copy_(staging.longs[: 4 * rows], non_blocking=True)
+        return split(self._columns, rows)
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, samplings: Sequence[SamplingParams]) -> PendingLogprobs | None:

@@ -93,3 +93,4 @@ class Staging:
         self.results = torch.empty(results, dtype=torch.int64, pin_memory=pinned)
         self.entries = torch.empty(2 * TABLE_ENTRIES, dtype=torch.int64, pin_memory=pinned)
         self.ints_array: NDArray[np.int32] = self.ints.numpy()
+        self.longs_array: NDArray[np.int64] = self.longs.numpy()
