@@ -86,7 +86,7 @@ def statuses(cluster: Cluster) -> dict[str, int]:
 def test_a_client_that_pings_often_keeps_its_stream_through_a_long_silence() -> None:
     """F46: pings every five seconds, also without data, while the engine stands still for twelve."""
     options = [*wire.CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", 5_000), ("grpc.http2.max_pings_without_data", 0)]
-    with Cluster.start(1, 1, pool_blocks=256) as cluster:
+    with Cluster.start(1, 1, pool_blocks=256, engine_stall_s=None) as cluster:
         pid = cluster.processes["prefill-0"][1]
         with grpc.insecure_channel(cluster.address, options=options) as channel:
             method = channel.unary_stream("/paceline.v1.Router/Generate")
