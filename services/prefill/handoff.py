@@ -166,8 +166,21 @@ class Handoff:
     def _post(self, now: float) -> None:
         if self.outgoing is None or self._cut:
             return
-        in_stream = self.outgoing.in_stream and self._being_filled > self._finished
-        reach = self._being_filled if in_stream else self._finished
+        source, target = self._due(self._finished)
+        if self._first_tokens is not None:
+            self.outgoing.finish(source, target, self._first_tokens, self._first_logprobs)
+        elif source:
+            self.outgoing.write_part(source, target)
+            self._spoke_at = now
+        if self.outgoing.in_stream:
+            # Apart, for what is finished must not wait for what is being filled.
+            source, target = self._due(self._being_filled)
+            if source:
+                self.outgoing.write_part(source, target, in_stream=True)
+                self._spoke_at = now
+
+    def _due(self, reach: int) -> tuple[list[int], list[int]]:
+        """Blocks before `reach` that are not posted, and where they go; from now on they are."""
         source: list[int] = []
         target: list[int] = []
         for table, places, targets in zip(self._lease.tables, self._wanted, self._target_tables, strict=True):
@@ -176,13 +189,9 @@ class Handoff:
             if begin < end:
                 source += table[begin:end]
                 target += targets[begin - places.start : end - places.start]
-        if self._first_tokens is not None:
-            self.outgoing.finish(source, target, self._first_tokens, self._first_logprobs)
-        elif source:
-            self.outgoing.write_part(source, target, in_stream=in_stream)
         self._parts += bool(source)
         self._posted = max(self._posted, reach)
-        self._spoke_at = now
+        return source, target
 
     def _full_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill; the prompt's last one counts when it holds all that it ever will."""

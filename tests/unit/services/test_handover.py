@@ -159,6 +159,33 @@ def test_a_grant_does_not_put_finished_blocks_behind_the_steps_of_others(overlap
     assert posts[0] == (2, False)
 
 
+def test_a_grant_does_not_put_finished_blocks_behind_the_step_that_fills_the_others(overlapped: Pair) -> None:
+    overlapped.reserve("late", PROMPT[:60], GREEDY)
+    overlapped.decode.round()
+    overlapped.start("late", PROMPT[:60], GREEDY)
+    for _ in range(2):
+        overlapped.prefill.round()  # the first chunk has ended, and the second is in flight
+    posts = watch_posts(overlapped)
+    overlapped.claim("late")
+    overlapped.prefill.round()
+    assert posts[:2] == [(2, False), (2, True)]
+    overlapped.pump_until_idle()
+    [first] = overlapped.first_tokens()
+    assert first.parts == overlapped.over("late").parts_landed == 2
+    assert overlapped.tokens("late") == alone(overlapped, PROMPT[:60], GREEDY)
+
+
+def test_a_launch_that_posts_nothing_is_no_sign_of_life(overlapped: Pair) -> None:
+    overlapped.hub.in_stream = False
+    overlapped.hand_over("r", PROMPT, GREEDY)
+    overlapped.prefill.round()
+    [handoff] = overlapped.prefill._handoffs.values()
+    due = handoff.keep_alive_at
+    assert due is not None
+    handoff.launched(64, due)
+    assert handoff.keep_alive_at == due
+
+
 def test_an_abort_while_writes_follow_a_step_keeps_the_blocks_until_they_have_ended(overlapped: Pair) -> None:
     overlapped.hub.hold = True
     overlapped.hand_over("r", PROMPT[:20], GREEDY)
