@@ -84,13 +84,11 @@ class EngineProcess:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that all its threads have used, in seconds, to a hundredth; 0 once it was reaped."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return 0.0
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / _TICKS_A_SECOND
+        """CPU time that it and the processes under it have used, in seconds, to a hundredth; 0 once it was reaped.
+
+        While it waits for a compiler, it uses none itself.
+        """
+        return 0.0 if self._ended.done() else _cpu_ticks(self.pid) / _TICKS_A_SECOND
 
     def kill(self) -> None:
         """Ends the process now, if it has not ended."""
@@ -114,6 +112,24 @@ class EngineProcess:
         asyncio.get_running_loop().remove_reader(self._pid_file)
         os.close(self._pid_file)
         self._ended.set_result(self._process.wait())
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # it has ended
+        return 0
+    own_and_reaped = stat.rpartition(")")[2].split()[11:15]
+    return sum(map(int, own_and_reaped)) + sum(map(_cpu_ticks, _children(pid)))
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that its threads started and have not reaped."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, children.read_text(encoding="ascii").split())
+    return found
 
 
 def wake_in_time() -> None:

@@ -26,6 +26,19 @@ async def test_the_cpu_time_of_a_process_grows_while_it_computes_and_is_none_onc
     assert busy.cpu_s == 0.0
 
 
+async def test_a_process_that_waits_for_another_uses_what_that_one_uses() -> None:
+    """As an engine does that has a kernel compiled."""
+    busy = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    waiting = process(f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {busy!r}])")
+    try:
+        before = waiting.cpu_s
+        async with asyncio.timeout(30.0):
+            while waiting.cpu_s < before + 0.5:  # noqa: ASYNC110  # the kernel tells nobody
+                await asyncio.sleep(0.01)
+    finally:
+        assert await waiting.stop(at_once=True) == -signal.SIGKILL
+
+
 async def test_the_cpu_time_of_a_process_that_waits_does_not_grow() -> None:
     idle = process("import sys; sys.stdin.read()")
     try:
