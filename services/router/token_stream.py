@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 import grpc
@@ -51,8 +50,7 @@ class TokenStream:
     async def close(self) -> None:
         """Ends the call."""
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _keep_open(self) -> None:
         """Reads until closed, or until it is known that the worker cannot do this."""
@@ -68,6 +66,8 @@ class TokenStream:
                     _log.info("worker has no token stream", worker=str(self._worker.key))
                     return
                 _log.info("token stream broke", worker=str(self._worker.key), error=error.details())
+            except Exception as defect:  # noqa: BLE001 - a message that cannot be read, say: the next ones may be
+                _log.error("token stream broke", worker=str(self._worker.key), exc_info=defect)
             finally:
                 call.cancel()
             await asyncio.sleep(_REOPEN_S[min(breaks, len(_REOPEN_S) - 1)])

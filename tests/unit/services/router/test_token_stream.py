@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.message import Message
 
 from paceline.errors import EngineError, NumericalError, Overloaded, WorkerLost
 from paceline.protos import common_pb2, decode_pb2
 from paceline.services.router import token_stream
+from paceline.services.router.calls import WorkerClient
+from paceline.services.router.registry import WorkerInfo
 from paceline.testing.router_bench import RouterBench, ids_of, router_bench
 from paceline.testing.scripted_workers import PATIENCE_S, Context, DecodeCall, ScriptedDecode
+from paceline.types import Limits, Role, WorkerKey
 
 Answer = decode_pb2.DecodeGenerateResponse
 
@@ -172,6 +176,35 @@ async def test_a_stream_that_breaks_is_opened_again_under_its_name(
     second.say((call, reserved()), (call, tokens(0, "ab")), (call, finish(2)))
     await asking.finish()
     assert asking.text == "ab"
+
+
+async def test_a_stream_that_is_not_understood_is_opened_again_and_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_stream, "_REOPEN_S", (0.01,))
+    opened: asyncio.Queue[None] = asyncio.Queue()
+
+    async def garbled(_request: bytes, context: Any) -> None:
+        opened.put_nowait(None)
+        await context.write(b"\xff")
+
+    handlers = {"StreamTokens": grpc.unary_stream_rpc_method_handler(garbled)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("paceline.v1.Decode", handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    limits = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=64)
+    info = WorkerInfo(
+        key=WorkerKey("d0", 1), role=Role.DECODE, address=address, model="none", limits=limits, fingerprint=b""
+    )
+    client = WorkerClient(info)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(2):
+                await opened.get()
+    finally:
+        await client.close()
+        await server.stop(None)
 
 
 async def test_an_error_of_the_call_ends_a_request_that_is_said_over_the_stream(start: Callable[..., Any]) -> None:
