@@ -11,9 +11,7 @@ import msgspec
 import pytest
 
 from paceline import wire
-from paceline.config import DecodeConfig
 from paceline.errors import Draining, InvalidRequest, NumericalError, StaleEpoch
-from paceline.kvtransfer.layout import Fingerprint
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc
 from paceline.services.decode.front import DecodeFront
 from paceline.services.decode.messages import (
@@ -25,9 +23,10 @@ from paceline.services.decode.messages import (
     Reserve,
     Reserved,
 )
-from paceline.services.worker.messages import Failure, Ready
+from paceline.services.worker.messages import Failure
+from paceline.testing.decode_front import decode_front
 from paceline.testing.scripted_workers import PATIENCE_S
-from paceline.types import FinishReason, Limits, ReservationId, WorkerKey, WorkerLoad
+from paceline.types import FinishReason, ReservationId, WorkerLoad
 
 NAME = "the router's"
 
@@ -82,34 +81,12 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    front, engine = DecodeFront(DecodeConfig()), Engine()
-    front.key = WorkerKey("d0", 1)
-    front.engine = engine  # type: ignore[assignment]
-    front.ready = Ready(
-        limits=Limits(vocab_size=512, context_tokens=2_048, pool_blocks=64),
-        fingerprint=Fingerprint(
-            format_version=1,
-            model="none",
-            weights_digest="none",
-            dtype="float32",
-            layers=1,
-            kv_heads=1,
-            head_dim=16,
-            block_tokens=16,
-        ),
-        eos_token_ids=(2,),
-        transport="none",
-    )
-    server = grpc.aio.server(options=wire.SERVER_OPTIONS)
-    front.add_servicer(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=wire.CHANNEL_OPTIONS) as channel:
-            yield Bench(front, engine, decode_pb2_grpc.DecodeStub(channel))
-    finally:
-        await server.stop(None)
-        await front.close()
+    engine = Engine()
+    async with (
+        decode_front(engine) as (front, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=wire.CHANNEL_OPTIONS) as channel,
+    ):
+        yield Bench(front, engine, decode_pb2_grpc.DecodeStub(channel))
 
 
 def reserved(of: str) -> Reserved:
