@@ -13,7 +13,7 @@ from paceline.services.decode.messages import ChoiceOver, NewTokens, Over, Redir
 from paceline.types import BLOCK_TOKENS, ReservationId, WorkerLoad
 
 _MESSAGE_VALUES: Final = 32_768
-"""Ids and log-probabilities in one message to many callers: some 16 bytes each, so far below what a message may be."""
+"""Ids and log-probabilities in one message: some 16 bytes each, so far below what a message may be."""
 
 StreamEvent: TypeAlias = Reserved | NewTokens | ChoiceOver | Redirected | Over
 Load: TypeAlias = Callable[[], WorkerLoad]
@@ -45,7 +45,10 @@ def messages(events: Sequence[StreamEvent], load: Load) -> Iterator[decode_pb2.S
 
 
 def joined(events: Sequence[Item]) -> Iterator[Item]:
-    """The events of one request, with tokens that follow each other in one choice as one: who is behind writes less."""
+    """The events of one request, with tokens that follow each other in one choice as one: who is behind writes less.
+
+    None is made longer than one message may be.
+    """
     last: Item | None = None
     for event in events:
         if isinstance(last, NewTokens) and isinstance(event, NewTokens) and _continues(event, last):
@@ -67,7 +70,8 @@ def _joined_by_request(events: Sequence[StreamEvent]) -> Iterator[StreamEvent]:
 
 
 def _continues(tokens: NewTokens, last: NewTokens) -> bool:
-    return tokens.choice == last.choice and tokens.index == last.index + len(last.ids) and not tokens.prompt_logprobs
+    follows = tokens.choice == last.choice and tokens.index == last.index + len(last.ids) and not tokens.prompt_logprobs
+    return follows and _values(last) + _values(tokens) <= _MESSAGE_VALUES
 
 
 def _values(event: StreamEvent) -> int:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from paceline.services.decode.messages import ChoiceOver, NewTokens, Over
 from paceline.services.decode.replies import StreamEvent
 from paceline.types import ReservationId, TokenLogprob
+
+_SLICE: Final = 1_024
+"""Tokens of one event: with their log-probabilities they are one message, of which many would be too long."""
 
 
 @dataclass
@@ -46,16 +51,17 @@ class Told:
             self._before.append(event)
 
     def again(self) -> list[StreamEvent]:
-        """The same from the beginning: each choice's tokens as one event, before the ends."""
-        tokens = [
-            NewTokens(
-                reservation_id=self._reservation_id,
-                ids=each.ids.tolist(),
-                index=0,
-                choice=choice,
-                logprobs=tuple(each.logprobs),
-                prompt_logprobs=each.prompt_logprobs,
-            )
-            for choice, each in self._tokens.items()
-        ]
+        """The same from the beginning: each choice's tokens in few events, before the ends."""
+        tokens = [event for choice, each in self._tokens.items() for event in self._slices(choice, each)]
         return [*self._before, *tokens, *self._ends]
+
+    def _slices(self, choice: int, tokens: _Tokens) -> Iterator[NewTokens]:
+        for index in range(0, max(1, len(tokens.ids)), _SLICE):
+            yield NewTokens(
+                reservation_id=self._reservation_id,
+                ids=tokens.ids[index : index + _SLICE].tolist(),
+                index=index,
+                choice=choice,
+                logprobs=tuple(tokens.logprobs[index : index + _SLICE]),
+                prompt_logprobs=tokens.prompt_logprobs if index == 0 else (),
+            )

@@ -7,10 +7,11 @@ import pytest
 from paceline.errors import Draining, NumericalError
 from paceline.services.decode import streams
 from paceline.services.decode.messages import ChoiceOver, NewTokens, Over, Redirected, Reserved
-from paceline.services.decode.replies import messages
+from paceline.services.decode.replies import joined, messages, reply
 from paceline.services.decode.streams import RequestStream, TokenStream
 from paceline.services.worker.messages import Failure
 from paceline.types import FinishReason, ReservationId, TokenLogprob, WorkerLoad
+from paceline.wire import MESSAGE_BYTES
 
 A, B = ReservationId("a"), ReservationId("b")
 
@@ -60,6 +61,22 @@ async def test_log_probabilities_are_said_again_too() -> None:
     assert isinstance(again, NewTokens)
     assert again.logprobs == (*first.logprobs, *second.logprobs)
     assert again.prompt_logprobs == prompt
+
+
+async def test_a_long_answer_with_log_probabilities_is_said_again_in_messages_that_are_not_too_long() -> None:
+    shared = TokenStream()
+    request = RequestStream(A, shared)
+    top = tuple((token, -1.0 - token) for token in range(20))
+    said = tuple(TokenLogprob(token, -0.5, top) for token in range(5_000))
+    for index in range(0, 5_000, 100):
+        some = said[index : index + 100]
+        ids = [each.token_id for each in some]
+        request.put(NewTokens(reservation_id=A, ids=ids, index=index, logprobs=some))
+    shared.end()
+    again = [reply(event, WorkerLoad) for event in joined(await request.take()) if isinstance(event, NewTokens)]
+    assert max(message.ByteSize() for message in again) < MESSAGE_BYTES / 32
+    assert [token for message in again for token in message.tokens.ids] == list(range(5_000))
+    assert sum(len(message.tokens.logprobs) for message in again) == 5_000
 
 
 async def test_an_error_comes_behind_all_that_was_said() -> None:
