@@ -25,13 +25,16 @@ class Watchdog:
         self.silent_s = 0.0
         self.idle_s = 0.0
 
-    def look(self, *, elapsed_s: float, spoke: bool, cpu_s: float) -> bool:
-        """True where the engine is lost. `cpu_s`: the CPU time that it used in the `elapsed_s` since the last look."""
+    def look(self, *, elapsed_s: float, spoke: bool, cpu_s: float | None) -> bool:
+        """True where the engine is lost.
+
+        `cpu_s`: the CPU time that it used in the `elapsed_s` since the last look; None where that is not known.
+        """
         if spoke:
             self.silent_s = self.idle_s = 0.0
             return False
         counted = min(elapsed_s, self._longest_s)
         self.silent_s += counted
-        if cpu_s <= _IDLE_SHARE * elapsed_s:
+        if cpu_s is not None and cpu_s <= _IDLE_SHARE * elapsed_s:
             self.idle_s += counted
         return self.idle_s >= self._limit_s or self.silent_s >= BUSY_FACTOR * self._limit_s

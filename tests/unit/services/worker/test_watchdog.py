@@ -7,7 +7,7 @@ from paceline.services.worker.watchdog import BUSY_FACTOR, Watchdog
 LIMIT_S = 10.0
 
 
-def looks_until_lost(*, cpu_s: float, elapsed_s: float = 1.0) -> int:
+def looks_until_lost(*, cpu_s: float | None, elapsed_s: float = 1.0) -> int:
     watchdog = Watchdog(LIMIT_S, interval_s=1.0)
     looks = 1
     while not watchdog.look(elapsed_s=elapsed_s, spoke=False, cpu_s=cpu_s):
@@ -25,6 +25,10 @@ def test_a_long_step_that_uses_a_cpu_gets_more_time_and_not_for_ever() -> None:
 
 def test_an_engine_that_gets_little_of_a_crowded_machine_is_not_standing_still() -> None:
     assert looks_until_lost(cpu_s=0.02) > LIMIT_S
+
+
+def test_an_engine_of_which_only_its_silence_is_known_gets_the_time_of_a_busy_one() -> None:
+    assert looks_until_lost(cpu_s=None) == BUSY_FACTOR * LIMIT_S
 
 
 def test_a_stray_thread_is_no_work() -> None:
