@@ -246,14 +246,30 @@ def test_a_request_that_its_first_token_ends_never_lands(pair: Pair) -> None:
     assert pair.over("r").completion_tokens == 0
 
 
+@pytest.mark.parametrize("launched_ahead", [False, True])
 @pytest.mark.parametrize("rounds", range(12))
-def test_a_cancel_after_any_number_of_rounds_brings_every_block_back(pair: Pair, rounds: int) -> None:
+def test_a_cancel_after_any_number_of_rounds_brings_every_block_back(
+    tmp_path: Path, rounds: int, launched_ahead: bool
+) -> None:
+    pair = Pair(tmp_path, overlapped=launched_ahead)
     pair.hand_over("r", PROMPT, GREEDY)
     pair.pump(rounds)
     pair.cancel("r")
     pair.abort_prefill("r")
     pair.pump_until_idle()
     assert pair.over("r").finish in (FinishReason.CANCELLED, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("rounds", range(8))
+def test_a_prompt_re_targeted_while_writes_follow_its_steps_is_answered_as_ever(overlapped: Pair, rounds: int) -> None:
+    """Whatever of the first attempt is still under way lands in blocks that nobody else has."""
+    expected = alone(overlapped, PROMPT, GREEDY)
+    overlapped.hub.delay_polls = 2
+    overlapped.hand_over("r", PROMPT, GREEDY)
+    overlapped.pump(rounds)
+    overlapped.retarget("r", local=True)
+    overlapped.pump_until_idle()
+    assert overlapped.tokens("r") == expected
 
 
 def test_an_abort_is_answered_only_when_no_write_is_under_way(pair: Pair) -> None:
