@@ -2,13 +2,16 @@
 
     python bench/scaling.py --devices cuda:0,cuda:1,cuda:2,cuda:3
     python bench/scaling.py --devices cuda:0,cuda:1 --workers-per-device 2 --shapes 2P2D --probes 0
+    python bench/scaling.py --devices cuda:0 --workers-per-device 4 --parts 4 --probes 0
     python bench/scaling.py --quick
 
 Each shape (`2P1D`; `4C` is four replicas that prefill and decode) is started anew and loaded with each pair of
 lengths: in a closed loop for its throughput at saturation, tier by tier, then by a search for the highest rates that
 keep each SLO. `128x512@32` is a closed loop of 32 requests for each decode worker, and no search: it fills decode
-workers. Results are kept in `scaling-cells.json` as they come, so that a benchmark may be done in parts; the table
-and the plot beside it show all. How long it may take is said before it begins.
+workers. `--parts 4` confines each worker to a fourth of its GPU's multiprocessors, so that a tier may grow on one GPU;
+what the workers still share is its memory bandwidth and power. Results are kept in `scaling-cells.json` as they come,
+so that a benchmark may be done in parts; the table and the plot beside it show all. How long it may take is said
+before it begins.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster import Cluster, ClusterFailed
 from leaks import InUse, check_device_memory_is_back, check_leaks
 from memory import device_memory
+from mps import Parts
 from paceline.errors import PacelineError
 from paceline.types import Role
 from report import RESULTS, Report, commit
@@ -51,6 +56,8 @@ class Setting:
     model: str
     per_device: int
     flags: tuple[str, ...]  # of `paceline up`
+    parts: int = 0  # of a GPU's multiprocessors, of which a worker has one; 0: it may use them all
+    env: Mapping[str, str] = field(default_factory=dict)  # beside what is set anyway
 
     def cluster(self, shape: Shape, seats: Seats) -> Cluster:
         """The shape on its devices, to be started."""
@@ -58,7 +65,7 @@ class Setting:
         if seats.on_gpu:
             flags.append(f"--memory-fraction={GPU_MEMORY / self.per_device:g}")
         # Requests beyond what workers take wait in the router: at saturation that is the point.
-        env = {**os.environ, "PACELINE_QUEUE_SIZE": "100000", "PACELINE_QUEUE_TIMEOUT_S": "3600"}
+        env = {**os.environ, **self.env, "PACELINE_QUEUE_SIZE": "100000", "PACELINE_QUEUE_TIMEOUT_S": "3600"}
         flags += self.flags
         return Cluster(prefill=shape.prefill, decode=shape.decode, flags=flags, env=env, ready_s=600.0, metrics=False)
 
@@ -72,11 +79,18 @@ def main() -> int:
         print(markdown(load_cells(kept)))
         return 0
     means = _means(arguments)
-    setting = Setting(_model(arguments), arguments.workers_per_device, tuple(arguments.up_flags))
     times = Times(means, on_gpu=arguments.devices != ["cpu"])
     began = time.monotonic()
     report = Report("scaling", results=arguments.out)
-    with report:
+    with report, ExitStack() as stack:
+        parts = stack.enter_context(Parts(arguments.parts)) if arguments.parts else None
+        setting = Setting(
+            _model(arguments),
+            arguments.workers_per_device,
+            tuple(arguments.up_flags),
+            parts=arguments.parts,
+            env=parts.env if parts else {},
+        )
         planned = list(_plan(report, arguments, setting, load_cells(kept)))
         expected_s = sum(times.shape(shape, loads) for shape, _, loads in planned)
         print(f"about {expected_s / 60:.0f} min ({expected_s:.0f} s) for all of it", flush=True)
@@ -153,6 +167,7 @@ def measure_cell(means: Means, setting: Setting, cluster: Cluster, shape: Shape,
         shape=str(shape),
         devices=seats.devices,
         per_device=setting.per_device if seats.on_gpu else 1,
+        parts=setting.parts,
         device="cuda" if seats.on_gpu else "cpu",
         model=setting.model,
         input_tokens=load.input_tokens,
@@ -189,7 +204,7 @@ def judge(report: Report, cells: Sequence[Cell]) -> None:
 
 def _key(setting: Setting, seats: Seats, shape: Shape, load: Load) -> tuple[object, ...]:
     device, per_device = ("cuda", setting.per_device) if seats.on_gpu else ("cpu", 1)
-    return (setting.model, device, per_device, load.input_tokens, load.output_tokens, str(shape))
+    return (setting.model, device, per_device, setting.parts, load.input_tokens, load.output_tokens, str(shape))
 
 
 def _show(out: Path, cells: Sequence[Cell]) -> None:
@@ -226,6 +241,7 @@ def _arguments() -> argparse.Namespace:
         "--devices", type=_list, default=["cpu"], help="cpu, or cuda:0,cuda:1,...; shapes take the first"
     )
     parser.add_argument("--workers-per-device", type=int, default=1, metavar="N", help="workers that share a GPU")
+    parser.add_argument("--parts", type=int, default=0, metavar="N", help="of a GPU, of which a worker has one (MPS)")
     parser.add_argument("--shapes", default=None, help=f"default {SHAPES}; 4C: four replicas that do both")
     parser.add_argument("--lengths", default=None, help=f"tokens of prompts and answers; default {LENGTHS}")
     parser.add_argument("--ttft-ms", default=None, help=f"limits on the first token; default {TTFT_MS}")
@@ -250,6 +266,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("up_flags", nargs="*", metavar="-- FLAG", help="further flags of `paceline up`")
     arguments = parser.parse_args()
     quick = arguments.quick
+    if arguments.parts and (arguments.devices == ["cpu"] or arguments.parts < arguments.workers_per_device):
+        parser.error("--parts needs --devices that are GPUs, and a part for each of the --workers-per-device")
     # Three engines on two cores keep no gap short.
     arguments.ttft_ms = arguments.ttft_ms or ("4000,2000" if quick else TTFT_MS)
     arguments.itl_ms = arguments.itl_ms or (2000.0 if quick else ITL_MS)

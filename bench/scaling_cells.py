@@ -56,6 +56,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     goodput: dict[str, Found]  # by the limit on the first token in ms; empty: not searched
     slo_itl_ms: float
     warnings: list[str]
+    parts: int = 0  # of a device's multiprocessors, of which each worker had one; 0: they were common to all
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -65,7 +66,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def group(self) -> tuple[object, ...]:
         """What cells have in common that may be compared."""
-        return (self.model, self.device, self.per_device, self.input_tokens, self.output_tokens)
+        return (self.model, self.device, self.per_device, self.parts, self.input_tokens, self.output_tokens)
 
     @property
     def load(self) -> tuple[int, int]:

@@ -68,7 +68,8 @@ def _share(before: Tier, after: Tier) -> float:
 
 
 def _unfit(tier: str, before: Cell, after: Cell) -> str | None:
-    if after.device != "cuda" or after.per_device > 1:
+    shared = after.device != "cuda" or after.per_device > 1
+    if shared and not after.parts:
         return "workers share a device"
     for cell in (before, after):
         own, other = cell.prefill_saturated, cell.decode_saturated
@@ -78,7 +79,7 @@ def _unfit(tier: str, before: Cell, after: Cell) -> str | None:
             return f"the other tier is saturated in {cell.shape}"
         if not own:
             return f"it is not saturated in {cell.shape}"
-    return None
+    return "workers share a device's memory and power" if shared else None
 
 
 def best_split(balance: Balance, workers: int) -> Shape:

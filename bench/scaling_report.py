@@ -61,6 +61,8 @@ def _ratios(cells: Sequence[Cell]) -> str:
 
 
 def _name(cell: Cell) -> str:
+    if cell.parts:
+        return f"{cell.shape}, 1/{cell.parts} device each"
     return f"{cell.shape}, {cell.per_device} a device" if cell.per_device > 1 else cell.shape
 
 

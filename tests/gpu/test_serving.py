@@ -58,6 +58,21 @@ def test_tokens_after_a_hand_over_are_those_of_one_worker(transport: str, alone:
     assert all(answer.finish.transfer.blocks > 0 for answer in found)
 
 
+def test_what_the_prefill_worker_has_cached_goes_with_what_it_computes(alone: list[tuple[int, ...]]) -> None:
+    with Cluster.start(
+        1, 1, local_prefill="never", per_role={"prefill": {"prefix_cache": True}}, **SETTINGS
+    ) as cluster:
+        with cluster.client() as client:
+            rounds = [answers(client) for _ in range(3)]
+        cluster.wait_idle()
+    for found in rounds:
+        assert [answer.token_ids for answer in found] == alone
+        assert all(answer.finish.transfer.held_blocks == 0 for answer in found)
+    for found in rounds[1:]:  # the one uncached block is in flight long before a claim comes for the cached ones
+        cached = {answer.finish.usage.prompt_tokens: answer.finish.usage.cached_tokens for answer in found}
+        assert cached == {len(prompt): (len(prompt) - 1) // 16 * 16 for prompt in PROMPTS}
+
+
 def test_log_probabilities_and_penalties_are_served_beside_plain_requests() -> None:
     with Cluster.start(1, 1, **SETTINGS) as cluster, cluster.client() as client, ThreadPoolExecutor(4) as pool:
         plain = pool.submit(client.complete, PROMPTS[4], max_tokens=64, temperature=0, ignore_eos=True)

@@ -110,6 +110,8 @@ def test_a_worker_more_is_measured_by_what_those_before_it_did(bench: Bench) -> 
     [
         ({"per_device": 2}, "workers share a device"),
         ({"device": "cpu"}, "workers share a device"),
+        ({"per_device": 4, "parts": 4}, "workers share a device's memory and power"),
+        ({"per_device": 4, "parts": 4, "concurrency": 3}, "the other tier is saturated in 1P1D"),
         ({"concurrency": 3}, "the other tier is saturated in 1P1D"),
         ({"prefill": None}, "it is not saturated in 1P1D"),
     ],
@@ -148,6 +150,7 @@ def test_the_best_shape_is_held_against_what_the_smallest_ones_router_said(bench
 
 def test_the_tables_have_tiers_and_goodput_and_say_what_was_not_found(bench: Bench) -> None:
     text = bench("scaling_report").markdown([cell(bench), cell(bench, "2C", per_device=2, devices=1, goodput={})])
+    assert "1P1D, 1/4 device each" in bench("scaling_report").markdown([cell(bench, per_device=4, parts=4)])
     lines = text.splitlines()
     assert lines[0] == "1,024 tokens in, 128 out, at saturation"
     assert "| 1P1D | 2 | 23.4 | 3,000 | 1,500 | 7.5 | 100 | 99% | 100 | 3 | 10% | 3.2 | prefill |" in lines
@@ -177,7 +180,21 @@ def test_loads_are_read_and_written_with_their_places(bench: Bench) -> None:
 
 def test_a_rate_counts_what_came_within_the_window(bench: Bench) -> None:
     window = Throughput(from_s=1.0, to_s=3.0, output_tokens=0, requests=0)
-    assert bench("scaling_measure").rate_of([(0.9, 100), (1.0, 4), (2.0, 4), (3.1, 100)], window) == 4
+    events = [(0.9, 100), (1.5, 3), (2.5, 5), (1.5, 4), (3.1, 100)]
+    assert bench("scaling_measure").rate_of(events, window) == 5
+
+
+def test_a_rate_does_not_hang_on_where_between_two_prompts_the_window_ends(bench: Bench) -> None:
+    prompts = [(0.5 * number, 8192) for number in range(100)]
+    for begin in (1.0, 1.1, 1.3):
+        window = Throughput(from_s=begin, to_s=begin + 2.7, output_tokens=0, requests=0)
+        assert bench("scaling_measure").rate_of(prompts, window) == pytest.approx(2 * 8192)
+
+
+@pytest.mark.parametrize("events", [[], [(2.0, 4)], [(2.0, 3), (2.0, 1)]])
+def test_a_rate_of_what_came_at_one_moment_is_over_the_window(bench: Bench, events: list[tuple[float, int]]) -> None:
+    window = Throughput(from_s=1.0, to_s=3.0, output_tokens=0, requests=0)
+    assert bench("scaling_measure").rate_of(events, window) == sum(amount for _, amount in events) / 2
 
 
 def means(bench: Bench, **fields: Any) -> Any:
