@@ -36,6 +36,12 @@ FAILED_LOG = Path(__file__).parent / "results" / "failed-cluster.log"
 """Where the log of the latest cluster is kept under which a check raised."""
 
 
+def _installed() -> Path:
+    """`paceline` of this interpreter's environment; where it was unpacked elsewhere, the first on the PATH."""
+    beside = Path(sys.executable).parent / "paceline"
+    return beside if beside.exists() else Path(shutil.which("paceline") or beside)
+
+
 class ClusterFailed(RuntimeError):
     """The cluster did not come up, or did not stop cleanly. The message ends with the last lines of its log."""
 
@@ -59,7 +65,7 @@ class Cluster:
         metrics: bool = True,
     ) -> None:
         self.prefill, self.decode, self.ready_s = prefill, decode, ready_s
-        self._program = Path(sys.executable).parent / "paceline" if paceline is None else paceline
+        self._program = _installed() if paceline is None else paceline
         self._flags, self._with_metrics = flags, metrics
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-cluster-")
         self.run_dir = Path(self._folder.name) / "run"
