@@ -2,7 +2,8 @@
 
 Tokenising runs on threads of its own, and what is plainly too long is refused before it: a million ids or megabytes of
 text cost neither the event loop nor a thread more than a look at their length. Some thousand ids are read where they
-are: a thread there and back costs the first token more.
+are: a thread there and back costs the first token more. Long texts have a thread of their own, for short ones never to
+wait behind seconds of work.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ MAX_SCORES: Final = 500_000
 _THREADS: Final = 2
 _MOST_AT_ONCE: Final = 8_192
 """Ids of a prompt that are read on the event loop: under a millisecond's work."""
+_LONG_CHARACTERS: Final = 65_536
+"""From here on a text is long: tokenising it takes more than some 20 ms."""
+_LONG_TURNS: Final = 1_024
+"""From here on a chat is, whatever it says."""
 _MAX_TIMEOUT_S: Final = 86_400.0
 
 
@@ -71,6 +76,7 @@ class PromptReader:
         self._chat = chat
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenise")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenise-long")
         longest = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
         # A text has at least a token for so many characters. Normalising may make four of them one.
         self._most_characters = 4 * max(1, longest)
@@ -82,7 +88,8 @@ class PromptReader:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def text_stream(self) -> Detokenizer:
         """A new answer's way from ids to text."""
@@ -117,7 +124,11 @@ class PromptReader:
             prompt, encoded = self._read_prompt(message, sampling.max_tokens, limits)
         else:
             prompt, encoded = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._read_prompt, message, sampling.max_tokens, limits
+                self._long if is_long(message) else self._threads,
+                self._read_prompt,
+                message,
+                sampling.max_tokens,
+                limits,
             )
         check_scores(sampling, len(prompt))
         best = None
@@ -171,6 +182,14 @@ class PromptReader:
                 f"{field} of at least {least_tokens} tokens + max_tokens {max_tokens} "
                 f"is over the context of {limits.context_tokens} tokens",
             )
+
+
+def is_long(message: router_pb2.GenerateRequest) -> bool:
+    """True for a text or a chat that takes long to tokenise."""
+    turns = message.chat.messages
+    if len(turns) >= _LONG_TURNS:
+        return True
+    return len(message.text) + sum(len(turn.content) for turn in turns) >= _LONG_CHARACTERS
 
 
 def check_scores(sampling: SamplingParams, prompt_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,7 +129,29 @@ async def test_the_loop_turns_while_a_prompt_is_tokenised(reader: PromptReader) 
         turns += 1
         await asyncio.sleep(0.001)
     assert len((await reading).prompt) == 900_000
-    assert turns > 2  # one where it is done on the loop
+    # One where it is done on the loop, and a few where the lock of the interpreter is held nearly all the while.
+    assert turns > 20
+
+
+async def test_a_short_text_waits_for_no_long_one(reader: PromptReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, encode = threading.Event(), Tokenizer.encode
+
+    def held_up(tokenizer: Tokenizer, text: str, **settings: Any) -> list[int]:
+        assert len(text) < prompt._LONG_CHARACTERS or opened.wait(30)
+        return encode(tokenizer, text, **settings)
+
+    monkeypatch.setattr(Tokenizer, "encode", held_up)
+    limits = Limits(vocab_size=512, context_tokens=1_000_000, pool_blocks=1_000_000)
+    turns = [router_pb2.ChatMessage(role="user", content="a" * 40_000)] * 2
+    long: list[dict[str, Any]] = [{"text": "a" * 80_000}, {"chat": router_pb2.Chat(messages=turns)}]
+    readings = [asyncio.create_task(read(reader, message(**fields), limits=limits)) for fields in long * 2]
+    try:
+        async with asyncio.timeout(30):
+            assert len((await read(reader, message(text="abc"), limits=limits)).prompt) == 3
+        assert not any(reading.done() for reading in readings)
+    finally:
+        opened.set()
+    assert all(len(request.prompt) >= 80_000 for request in await asyncio.gather(*readings))
 
 
 async def test_a_model_without_a_tokenizer_serves_ids_alone() -> None:
