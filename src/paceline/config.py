@@ -48,6 +48,9 @@ __all__ = [
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9._-]+)?\]")
+"""A name, an IPv4 address, or an IPv6 address in brackets: nothing that gRPC takes for a scheme, or for several."""
+_PORT: Final = re.compile(r"[0-9]{1,5}")
 _DEVICE: Final = re.compile(r"cpu|cuda:[0-9]+")
 
 C = TypeVar("C", bound="CommonConfig")
@@ -382,11 +385,10 @@ def load(cls: type[C], *, file: Path | None, env: Mapping[str, str], flags: Mapp
 
 def parse_address(setting: str, address: str) -> tuple[str, int]:
     """(host, port) of `host:port` or `[v6]:port`; `setting` is named in the ConfigError where it is neither."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+    host, _, port = address.rpartition(":")
+    if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"{setting}: {quote(address)} is not host:port with a port from 1 to 65535")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def worker_name(config: PrefillConfig | DecodeConfig, *, port: int) -> str:

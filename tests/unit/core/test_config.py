@@ -178,7 +178,15 @@ def test_an_address_is_host_and_port(address: str, parts: tuple[str, int]) -> No
     assert parse_address("router", address) == parts
 
 
-@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:0", "a:65536", "a:-1", "a:\u0661"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "a", ":1", "a:", "a:0", "a:65536", "a:-1", "a:\u0661", "a:" + "1" * 5_000),
+        # To gRPC these would be schemes, and lists of addresses.
+        *("ipv4:127.0.0.1,10.0.0.1:5", "ipv6:[::1]:5", "dns:a:5", "unix:a:5", "dns://server/a:5", "vsock:1:5"),
+        *("::1:7070", "[::1:5", "::1]:5", "[]:5", "[a]:5", "a b:5", "a,b:5", "a\n:5", " a:5", "a :5", "user@a:5"),
+    ],
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="router"):
         parse_address("router", address)
