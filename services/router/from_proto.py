@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from paceline import wire
-from paceline.errors import EngineError
+from paceline.errors import EngineError, InvalidRequest
 from paceline.protos import common_pb2, decode_pb2, prefill_pb2
 from paceline.services.router.words import (
     ChoiceFinished,
@@ -22,14 +24,14 @@ from paceline.types import FinishReason, TokenLogprob, WorkerLoad
 
 
 def prefill_reply(answer: prefill_pb2.PrefillResponse) -> PrefillReply:
-    """A prefill worker's answer."""
+    """A prefill worker's answer. Raises EngineError for times that cannot be."""
     return PrefillReply(
         tokens=tuple(answer.tokens),
         finish=wire.finish_from_proto(answer.finish),
         logprobs=_logprobs(answer.logprobs),
         prompt_logprobs=_logprobs(answer.prompt_logprobs),
         finishes=tuple(wire.finish_from_proto(each) or FinishReason.ERROR for each in answer.finishes),
-        duration_s=wire.seconds(answer.duration),
+        duration_s=_span("duration", answer.duration),
         cached_tokens=answer.cached_tokens,
         transfer=_transfer(answer.transfer),
         load=load_of(answer),
@@ -37,7 +39,7 @@ def prefill_reply(answer: prefill_pb2.PrefillResponse) -> PrefillReply:
 
 
 def decode_event(message: decode_pb2.DecodeGenerateResponse) -> DecodeEvent:
-    """An answer of a decode worker. Raises EngineError for one of a later kind."""
+    """An answer of a decode worker. Raises EngineError for one of a later kind, and for times that cannot be."""
     match message.WhichOneof("event"):
         case "tokens":
             said = message.tokens
@@ -67,8 +69,23 @@ def decode_event(message: decode_pb2.DecodeGenerateResponse) -> DecodeEvent:
 
 
 def load_of(message: Any) -> WorkerLoad | None:
-    """The load that a message carries, if any."""
-    return wire.load_from_proto(message.load) if message.HasField("load") else None
+    """The load that a message carries, if any. Raises EngineError for one that cannot be."""
+    try:
+        return wire.load_from_proto(message.load) if message.HasField("load") else None
+    except InvalidRequest as error:
+        raise _nonsense(error) from error
+
+
+def _span(field: str, message: Duration) -> float:
+    try:
+        return wire.span(field, message)
+    except InvalidRequest as error:
+        raise _nonsense(error) from error
+
+
+def _nonsense(error: InvalidRequest) -> EngineError:
+    """A worker's fault, and not that of the client whose request it serves."""
+    return EngineError(f"a worker sent what cannot be: {error.message}")
 
 
 def _finished(message: decode_pb2.DecodeFinish) -> DecodeFinished:
@@ -94,6 +111,6 @@ def _transfer(message: common_pb2.Transfer) -> TransferSum:
         bytes=message.bytes,
         parts=message.parts,
         parts_before_last_chunk=message.parts_before_last_chunk,
-        duration_s=wire.seconds(message.duration),
+        duration_s=_span("transfer.duration", message.duration),
         held_blocks=message.held_blocks,
     )

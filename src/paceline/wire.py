@@ -23,6 +23,9 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 MESSAGE_BYTES: Final = 16 * 2**20
 """Longest message that is sent or received."""
 
+MOST_SECONDS: Final = 10**10
+"""Longest time that is believed, some 300 years: protobuf takes no Duration over 315,576,000,000 s."""
+
 _LENGTH_DELIMITED: Final = 2
 """The wire type of packed numbers."""
 
@@ -149,8 +152,16 @@ def duration(seconds: float) -> Duration:
 
 
 def seconds(message: Duration) -> float:
-    """Seconds of a protobuf Duration."""
+    """Seconds of a protobuf Duration, in its whole range: see `span` for what others say that something took."""
     return message.seconds + message.nanos / 1e9
+
+
+def span(field: str, message: Duration) -> float:
+    """Seconds that something took: InvalidRequest for what is negative, or too long to be sent on."""
+    length = seconds(message)
+    if not 0 <= length <= MOST_SECONDS:
+        raise errors.InvalidRequest(field, f"{length:g} s is not from 0 to {MOST_SECONDS} s")
+    return length
 
 
 def key_to_proto(key: types.WorkerKey) -> common_pb2.WorkerKey:
@@ -230,7 +241,7 @@ def load_to_proto(load: types.WorkerLoad) -> common_pb2.Load:
 
 
 def load_from_proto(message: common_pb2.Load) -> types.WorkerLoad:
-    """A worker's load from the wire."""
+    """A worker's load from the wire, or InvalidRequest for times that cannot be."""
     return types.WorkerLoad(
         running=message.running,
         waiting=message.waiting,
@@ -239,10 +250,10 @@ def load_from_proto(message: common_pb2.Load) -> types.WorkerLoad:
         free_blocks=message.free_blocks,
         committed_blocks=message.committed_blocks,
         quarantined_blocks=message.quarantined_blocks,
-        tick_age_ms=seconds(message.tick_age) * 1e3,
+        tick_age_ms=span("load.tick_age", message.tick_age) * 1e3,
         kept_blocks=message.kept_blocks,
         work=types.Work(
-            busy_s=seconds(message.work.busy),
+            busy_s=span("load.work.busy", message.work.busy),
             steps=message.work.steps,
             prompt_tokens=message.work.prompt_tokens,
             generated_tokens=message.work.generated_tokens,

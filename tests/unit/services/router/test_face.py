@@ -10,12 +10,22 @@ import urllib.request
 import grpc
 import msgspec
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import paceline
 from paceline import wire
 from paceline.config import RouterConfig
-from paceline.errors import AddressInUse, ConfigError, Draining, NoWorker, StaleEpoch, StartupError, UnknownWorker
+from paceline.errors import (
+    AddressInUse,
+    ConfigError,
+    Draining,
+    InvalidRequest,
+    NoWorker,
+    StaleEpoch,
+    StartupError,
+    UnknownWorker,
+)
 from paceline.protos import common_pb2, router_pb2
 from paceline.services.router import server as router_server
 from paceline.services.router.server import SERVICE, RouterServer, serve
@@ -90,6 +100,21 @@ async def test_model_and_server_info_show_the_limits_that_are_enforced() -> None
         server = (await router.stub.GetServerInfo(router_pb2.RouterGetServerInfoRequest())).server
         assert (server.version, list(server.process_ids)) == (paceline.__version__, [os.getpid()])
         assert server.role == common_pb2.ROLE_UNSPECIFIED and not server.HasField("worker")
+
+
+async def test_a_worker_with_an_impossible_load_is_refused_and_spoils_nobodys_view() -> None:
+    load = common_pb2.Load(tick_age=Duration(seconds=2**63 - 1))
+    async with scripted_decode("d0") as good, scripted_decode("d1") as bad, router_bench() as router:
+        await router.register(good)
+        for call in (
+            router.stub.Register(router_pb2.RegisterRequest(info=bad.info, load=load)),
+            router.stub.Heartbeat(router_pb2.HeartbeatRequest(worker=wire.key_to_proto(good.key), load=load)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call
+            error = wire.error_from_rpc(refusal.value)
+            assert isinstance(error, InvalidRequest) and "load.tick_age: 9.2" in error.message
+        assert [worker.info.worker.worker_id for worker in (await router.loads()).workers] == ["d0"]
 
 
 async def test_loads_list_every_live_worker() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from paceline import wire
 from paceline.errors import InvalidRequest
@@ -39,3 +42,21 @@ def test_a_load_comes_back_with_the_work_of_the_engine() -> None:
     work = Work(busy_s=1.25, steps=1, prompt_tokens=2**40, generated_tokens=3)
     load = WorkerLoad(running=4, total_blocks=5, work=work)
     assert wire.load_from_proto(common_pb2.Load.FromString(wire.load_to_proto(load).SerializeToString())) == load
+
+
+@pytest.mark.parametrize("seconds", [-1, 10**10 + 1, 10**12, 2**63 - 1, -(2**63)])
+def test_a_load_with_a_time_that_cannot_be_is_refused_by_name_value_and_limit(seconds: int) -> None:
+    impossible = Duration(seconds=seconds)
+    for field, load in {
+        "load.tick_age": common_pb2.Load(tick_age=impossible),
+        "load.work.busy": common_pb2.Load(work=common_pb2.Work(busy=impossible)),
+    }.items():
+        with pytest.raises(
+            InvalidRequest, match=re.escape(f"{field}: {float(seconds):g} s is not from 0 to {10**10} s")
+        ):
+            wire.load_from_proto(load)
+
+
+def test_any_time_that_is_taken_in_can_be_sent_on() -> None:
+    load = common_pb2.Load(tick_age=Duration(seconds=10**10), work=common_pb2.Work(busy=Duration(seconds=10**10)))
+    assert wire.load_to_proto(wire.load_from_proto(load)) == load
