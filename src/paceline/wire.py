@@ -26,6 +26,10 @@ MESSAGE_BYTES: Final = 16 * 2**20
 MOST_SECONDS: Final = 10**10
 """Longest time that is believed, some 300 years: protobuf takes no Duration over 315,576,000,000 s."""
 
+_TOLD_BYTES: Final = 1_500
+"""Longest message of an error, in UTF-8. It travels twice in the trailing metadata, once with each byte as up to three:
+over 8 KiB of that, gRPC tells of RESOURCE_EXHAUSTED in place of the error."""
+
 _LENGTH_DELIMITED: Final = 2
 """The wire type of packed numbers."""
 
@@ -84,13 +88,21 @@ def error_metadata(error: errors.PacelineError) -> tuple[tuple[str, bytes], ...]
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata)
     detail = AnyMessage()
     detail.Pack(info)
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=error.message, details=[detail])
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=_told(error), details=[detail])
     return ((_DETAILS_KEY, status.SerializeToString()),)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.PacelineError) -> NoReturn:
     """Ends a call on the server with the error."""
-    await context.abort(status_code(error), error.message, error_metadata(error))
+    await context.abort(status_code(error), _told(error), error_metadata(error))
+
+
+def _told(error: errors.PacelineError) -> str:
+    """The error's message, cut where a value in it is too long to be told."""
+    encoded = error.message.encode(errors="replace")
+    if len(encoded) <= _TOLD_BYTES:
+        return error.message
+    return f"{encoded[:_TOLD_BYTES].decode(errors='ignore')}… (cut, of {len(encoded)} bytes)"
 
 
 @asynccontextmanager
