@@ -37,7 +37,7 @@ class FrontLink(Generic[Inbound]):
         _limit(self._pull)
         # A socket that connects queues at once, one that binds has no queue before its peer is there.
         self._push.connect(f"ipc://{paths['commands']}")
-        _bind(self._pull, paths["events"])
+        _bind(self._context, self._pull, paths["events"])
         self._loop.add_reader(self._pull.FD, self._wake)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(events)
@@ -82,7 +82,7 @@ class EngineLink(Generic[Inbound]):
         self._push = self._context.socket(zmq.PUSH)
         _limit(self._pull)
         _limit(self._push)
-        _bind(self._pull, paths["commands"])
+        _bind(self._context, self._pull, paths["commands"])
         self._push.connect(f"ipc://{paths['events']}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(commands)
@@ -128,9 +128,13 @@ def _limit(socket: zmq.Socket[Any]) -> None:
     socket.sndhwm = socket.rcvhwm = _QUEUED_MESSAGES
 
 
-def _bind(socket: zmq.Socket[Any], path: Path) -> None:
-    path.unlink(missing_ok=True)  # left by a life that was killed; the start lock says that it is gone
-    socket.bind(f"ipc://{path}")
+def _bind(context: zmq.Context[Any], socket: zmq.Socket[Any], path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)  # left by a life that was killed; the start lock says that it is gone
+        socket.bind(f"ipc://{path}")
+    except (OSError, zmq.ZMQError) as error:
+        context.destroy(0)
+        raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}") from error
 
 
 def _socket_path(directory: Path, name: str) -> Path:

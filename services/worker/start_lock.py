@@ -40,7 +40,9 @@ class StartLock:
 
     @classmethod
     def acquire(cls, run_dir: Path, worker_id: str, *, wait_s: float = 10.0) -> StartLock:
-        """Takes the lock, waiting for an earlier life to finish dying; ConfigError when it is alive still."""
+        """Takes the lock, waiting for an earlier life to finish dying; ConfigError when it is alive still, or
+        when the folder cannot be written to.
+        """
         if not _WORKER_ID.fullmatch(worker_id):
             raise ConfigError(
                 f"worker_id {quote(worker_id)} is not made of 1 to 128 letters, digits, dots, dashes and underscores"
@@ -59,7 +61,11 @@ class StartLock:
                     f"worker_id {worker_id!r} is in use: another process has held {directory / 'lock'} for {wait_s:g} s"
                 )
             time.sleep(_POLL_S)
-        return cls(descriptor, _next_epoch(descriptor), directory)
+        try:
+            return cls(descriptor, _next_epoch(descriptor), directory)
+        except OSError as error:  # a full disk, say
+            os.close(descriptor)
+            raise ConfigError(f"run_dir {run_dir} cannot be used: {directory / 'lock'}: {error.strerror}") from error
 
     def release(self) -> None:
         """Closes this process's copy; the lock is free when the engine process's copy is closed as well."""
@@ -82,6 +88,6 @@ def _next_epoch(descriptor: int) -> int:
     # Wall-clock nanoseconds order the lives; the file does where the clock stepped back.
     text = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
     epoch = max(time.time_ns(), int(text) + 1 if text.isdecimal() else 0)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(epoch).encode(), 0)
+    written = os.pwrite(descriptor, str(epoch).encode(), 0)
+    os.ftruncate(descriptor, written)  # afterwards: a disk that is full must not cost the epoch that was there
     return epoch

@@ -96,3 +96,11 @@ async def test_a_folder_too_long_for_a_socket_is_a_clear_error(tmp_path: Path) -
     deep.mkdir()
     with pytest.raises(ConfigError, match="run_dir is too long"):
         EngineLink(deep, Ask)
+
+
+def test_a_socket_that_cannot_be_made_is_told_by_its_name(tmp_path: Path) -> None:
+    engine_side = tmp_path / "gone"
+    with pytest.raises(
+        ConfigError, match=rf"run_dir: {engine_side}/commands cannot be made: No such file or directory"
+    ):
+        EngineLink(engine_side, Ask)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -26,6 +27,25 @@ def test_the_epoch_grows_even_if_the_clock_steps_back(tmp_path: Path, monkeypatc
     first.release()
     monkeypatch.setattr("time.time_ns", lambda: 1)
     second = StartLock.acquire(tmp_path, "decode-0")
+    second.release()
+    assert second.epoch > first.epoch
+
+
+def test_a_full_disk_is_told_by_the_folders_name_and_costs_no_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = StartLock.acquire(tmp_path, "decode-0")
+    first.release()
+
+    def full(*_arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pwrite", full)
+        with pytest.raises(ConfigError, match=f"run_dir {tmp_path} cannot be used: .*lock: No space left on device"):
+            StartLock.acquire(tmp_path, "decode-0")
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    second = StartLock.acquire(tmp_path, "decode-0", wait_s=0.1)
     second.release()
     assert second.epoch > first.epoch
 
