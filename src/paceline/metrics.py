@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import MetricsHandler
@@ -20,12 +22,16 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from paceline.errors import AddressInUse, StartupError
+from paceline.log import get_logger
+
+_log = get_logger(__name__)
 
 FIRST_TOKEN_BUCKETS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60)
 INTER_TOKEN_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 STEP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 TRANSFER_BUCKETS: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 10)
+_NO_DESCRIPTOR_S: Final = 0.2
 BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -241,6 +247,20 @@ def _server_class(family: socket.AddressFamily) -> type[ThreadingHTTPServer]:
         address_family = family
         daemon_threads = True
         timeout = 0  # a connection that is gone again must not block the loop
+
+        def get_request(self) -> tuple[socket.socket, Any]:
+            """Waits a moment where no descriptor is left: the connection stays pending, and wakes at once again."""
+            try:
+                return super().get_request()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    time.sleep(_NO_DESCRIPTOR_S)
+                raise
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """The library's own prints a traceback past the log."""
+            if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # whoever asked is gone
+                _log.exception("metrics were not served", peer=str(client_address))
 
     return Server
 

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import resource
 import socket
+import struct
+import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -97,3 +103,39 @@ def test_an_idle_endpoint_uses_no_processor_time() -> None:
         before = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - before < 0.02
+
+
+def test_a_client_that_goes_away_in_the_middle_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    registry = CollectorRegistry()
+    with serve(0, "127.0.0.1", registry) as server:
+        for _ in range(5):
+            with socket.create_connection((server.host, server.port)) as client:
+                client.sendall(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n")
+                # Closed with a reset: what the endpoint writes finds nobody.
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        scrape(server.host, server.port)
+        while any("process_request_thread" in thread.name for thread in threading.enumerate()):
+            time.sleep(0.01)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_endpoint_without_descriptors_waits_without_spinning_and_serves_when_there_are_some() -> None:
+    registry = CollectorRegistry()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serve(0, "127.0.0.1", registry) as server, socket.socket() as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) - 1, hard))
+        held: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            client.connect((server.host, server.port))
+            before, began = time.process_time(), time.monotonic()
+            time.sleep(1.0)
+            used = (time.process_time() - before) / (time.monotonic() - began)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert used < 0.3
+        assert scrape(server.host, server.port) == generate_latest(registry).decode()
