@@ -85,6 +85,12 @@ def test_closing_frees_the_port_and_a_second_close_does_nothing() -> None:
         assert again.port > 0
 
 
+def wait_for_handlers() -> None:
+    """Returns when no connection is being served."""
+    while any("process_request_thread" in thread.name for thread in threading.enumerate()):
+        time.sleep(0.01)
+
+
 def server_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -114,8 +120,7 @@ def test_a_client_that_goes_away_in_the_middle_leaves_no_traceback(capfd: pytest
                 # Closed with a reset: what the endpoint writes finds nobody.
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         scrape(server.host, server.port)
-        while any("process_request_thread" in thread.name for thread in threading.enumerate()):
-            time.sleep(0.01)
+        wait_for_handlers()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -123,6 +128,9 @@ def test_an_endpoint_without_descriptors_waits_without_spinning_and_serves_when_
     registry = CollectorRegistry()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serve(0, "127.0.0.1", registry) as server, socket.socket() as client:
+        # Its thread has made what it waits with, and this is closed: no descriptor comes or goes from here on.
+        scrape(server.host, server.port)
+        wait_for_handlers()
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) - 1, hard))
         held: list[int] = []
         try:
