@@ -141,16 +141,18 @@ class RouterGetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterGetLoadsResponse(_message.Message):
-    __slots__ = ("queued", "active", "workers", "balance")
+    __slots__ = ("queued", "active", "workers", "balance", "obstacle")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     BALANCE_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
     queued: int
     active: int
     workers: _containers.RepeatedCompositeFieldContainer[RegisteredWorker]
     balance: Balance
-    def __init__(self, queued: _Optional[int] = ..., active: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[RegisteredWorker, _Mapping]]] = ..., balance: _Optional[_Union[Balance, _Mapping]] = ...) -> None: ...
+    obstacle: str
+    def __init__(self, queued: _Optional[int] = ..., active: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[RegisteredWorker, _Mapping]]] = ..., balance: _Optional[_Union[Balance, _Mapping]] = ..., obstacle: _Optional[str] = ...) -> None: ...
 
 class Balance(_message.Message):
     __slots__ = ("prompt_tokens", "generated_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "batch_requests", "step", "step_per_request", "prefill_per_decode")

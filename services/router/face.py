@@ -186,7 +186,13 @@ class RouterFace(router_pb2_grpc.RouterServicer):
             active=len(self._live) - queued,
             workers=workers,
             balance=None if balance is None else balance_to_proto(balance),
+            obstacle=self.obstacle,
         )
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no request that came now could be placed, in words; None where one could, though it may wait for room."""
+        return "the router is stopping" if self._draining else self._means.fleet.obstacle
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 

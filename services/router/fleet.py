@@ -1,6 +1,7 @@
 """The live workers in action: the registry on a clock, a client for each worker, and claims on them.
 
-Whatever may make room calls `on_room`: the head of the queue is tried again.
+Whatever may make room calls `on_room`: the head of the queue is tried again. Whatever may give a first request a
+place, or take the last one's, calls `on_change`: `obstacle` is to be looked at again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paceline.services.router.placement import (
     Policy,
     another_prefill,
     least_loaded,
+    obstacle,
 )
 from paceline.services.router.registry import STALLED_S, Claim, Registered, Registry, WorkerInfo
 from paceline.types import Limits, Role, Usage, WorkerKey, WorkerLoad
@@ -57,6 +59,7 @@ class Fleet:
         self.registry = Registry(lease_s=lease_s, stalled_s=stalled_s)
         self.policy = policy
         self.on_room: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._lease_s = lease_s
         self._metrics = metrics
         self._placement = placement
@@ -81,11 +84,13 @@ class Fleet:
             _log.info("worker registered", worker=str(info.key), role=info.role.value, address=info.address)
         self._count()
         self.on_room()
+        self.on_change()
 
     def heartbeat(self, key: WorkerKey, load: WorkerLoad, *, draining: bool) -> Registered:
         """Renews a lease. Raises UnknownWorker or StaleEpoch."""
         worker = self.registry.heartbeat(key, load, draining=draining, now=self.now)
         self.on_room()
+        self.on_change()
         return worker
 
     async def watch(self) -> None:
@@ -104,6 +109,7 @@ class Fleet:
             if gone:
                 self._count()
                 self.on_room()  # a prompt whose prefill workers are gone may go to a decode worker now
+                self.on_change()
 
     async def close(self) -> None:
         """Closes every channel and waits for what runs in the background."""
@@ -162,6 +168,7 @@ class Fleet:
                 self._lost(key, error)
             case _:
                 self.registry.suspect(key)
+        self.on_change()
 
     def on_death(self, claim: Claim, tell: OnDeath) -> Watch:
         """Watches over a claimed prefill worker: `tell` is called, once, where it is lost before the watch ends.
@@ -180,6 +187,7 @@ class Fleet:
         """Never pairs two workers again in these lives of theirs."""
         _log.error("workers cannot be paired", prefill=str(prefill), decode=str(decode))
         self.registry.unfit(prefill, decode)
+        self.on_change()
 
     # ---- what is known of them ---------------------------------------------------------------------------------------
 
@@ -212,12 +220,11 @@ class Fleet:
             most_blocks=tightest.most_blocks,
         )
 
-    def has(self, role: Role) -> bool:
-        """True where a worker of a tier is registered and takes work."""
+    @property
+    def obstacle(self) -> str | None:
+        """Why no request at all could be placed now, in words; None where one could."""
         now = self.now
-        return any(
-            worker.info.role is role and not worker.draining and not worker.stalled(now=now) for worker in self.registry
-        )
+        return obstacle((worker.view(now=now) for worker in self.registry), self.policy)
 
     def spawn(self, chore: Coroutine[Any, Any, None]) -> None:
         """Runs something short in the background; `close` waits for it."""
@@ -273,6 +280,7 @@ class Fleet:
 
     def _lost(self, key: WorkerKey, error: PacelineError) -> None:
         self.registry.suspect(key)
+        self.on_change()
         if told := self._deaths.tell(key, error):
             _log.warning("hand-offs lost their worker", worker=str(key), hand_offs=told, reason=error.message)
 

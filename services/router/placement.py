@@ -113,6 +113,32 @@ def least_loaded(ask: Ask, workers: Sequence[WorkerView], policy: Policy) -> Cho
     return None
 
 
+def obstacle(workers: Iterable[WorkerView], policy: Policy) -> str | None:
+    """Why no request at all could be placed, in words; None where one could, though it may have to wait for room."""
+    decode_is_enough = policy.local_prefill is not LocalPrefill.NEVER
+    known = []
+    for worker in workers:
+        if decode_is_enough and worker.role is Role.DECODE and worker.alive:
+            return None  # with the first: this is asked at every heart-beat
+        known.append(worker)
+    decodes = [worker for worker in known if worker.role is Role.DECODE and worker.alive]
+    if not decodes:
+        return _none_of(Role.DECODE, known)
+    prefills = [worker for worker in known if worker.role is Role.PREFILL and worker.alive]
+    if not prefills:
+        return f"{_none_of(Role.PREFILL, known)}, and local_prefill is never"
+    if not any(_pair(prefill, decode) for prefill in prefills for decode in decodes):
+        return "no prefill worker can be paired with a decode worker, and local_prefill is never"
+    return None
+
+
+def _none_of(role: Role, workers: Iterable[WorkerView]) -> str:
+    registered = sum(worker.role is role for worker in workers)
+    if not registered:
+        return f"no {role.value} worker is registered"
+    return f"no {role.value} worker takes work: {registered} registered, which drain, stand still or did not answer"
+
+
 def another_prefill(
     ask: Ask, workers: Sequence[WorkerView], policy: Policy, *, decode: WorkerView, exclude: Iterable[WorkerKey]
 ) -> WorkerKey | None:

@@ -42,10 +42,10 @@ from paceline.services.router.events import Again, Ended, Record
 from paceline.services.router.fleet import Fleet, Placed
 from paceline.services.router.leg import Leg
 from paceline.services.router.outbox import WRITE_TIMEOUT_S, Outbox
-from paceline.services.router.placement import Ask, LocalPrefill
+from paceline.services.router.placement import Ask
 from paceline.services.router.prompt import Request
 from paceline.services.router.words import ChoiceFinished, Job, NewTokens, TransferSum
-from paceline.types import FinishReason, Limits, ReservationId, Role, Usage, check_lengths
+from paceline.types import FinishReason, Limits, ReservationId, Usage, check_lengths
 
 _log = get_logger(__name__)
 
@@ -309,10 +309,8 @@ class Relay:
 
     def _impatient(self, retry_after_s: float) -> PacelineError:
         waited = f"no place was found within the queue's {self._means.queue_timeout_s:g} s"
-        if not self._means.fleet.has(Role.DECODE):
-            return NoWorker(f"{waited}: no live decode worker is registered")
-        if not self._means.fleet.has(Role.PREFILL) and self._means.fleet.policy.local_prefill is LocalPrefill.NEVER:
-            return NoWorker(f"{waited}: no live prefill worker is registered, and local_prefill is never")
+        if (obstacle := self._means.fleet.obstacle) is not None:
+            return NoWorker(f"{waited}: {obstacle}")
         return Overloaded(f"{waited}: every worker is full", retry_after_s=retry_after_s)
 
     def _out_of_time(self) -> DeadlineExceeded:

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline import metrics, wire
@@ -25,6 +25,7 @@ from paceline.protos import router_pb2, router_pb2_grpc
 from paceline.services.router.admission import Admission
 from paceline.services.router.face import RouterFace
 from paceline.services.router.fleet import Fleet, Placed
+from paceline.services.router.health import RouterHealth
 from paceline.services.router.placement import LocalPrefill, Policy
 from paceline.services.router.prompt import PromptReader, own_limits
 from paceline.services.router.registry import STALLED_S
@@ -50,7 +51,6 @@ class RouterServer:
         self.port = 0  # what is listened on, once started
         self.metrics_port: int | None = None
         self._cleanup = AsyncExitStack()
-        self._health = health.aio.HealthServicer()
 
     async def start(self) -> None:
         """Loads the model's text side, binds and serves. Raises a StartupError that says what to change."""
@@ -69,18 +69,20 @@ class RouterServer:
             self.fleet = self._make_fleet(stack, router_metrics)
             self._face = self._make_face(stack, reader, router_metrics, context_tokens)
             router_pb2_grpc.add_RouterServicer_to_server(self._face, server)
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            self._health = await RouterHealth.begin(SERVICE, lambda: self._face.obstacle)
+            self.fleet.on_change = self._health.look
+            stack.push_async_callback(self._health.close)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
             reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
             await server.start()
             set_aside_what_lives()
-            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             stack.push_async_callback(server.stop, _FAREWELL_S)
             self._cleanup = stack.pop_all()
         _log.info("serving", host=self.config.host, port=self.port, metrics_port=self.metrics_port, model=reader.model)
 
     async def stop(self, *, grace_s: float) -> None:
         """Takes nothing new, lets what is in hand end within `grace_s`, and closes everything."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.end()
         await self._face.drain(grace_s=grace_s)
         await self._cleanup.aclose()
         _log.info("stopped")
@@ -119,10 +121,6 @@ class RouterServer:
         return RouterFace(
             means, reader, lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, queue_size=config.queue_size
         )
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", SERVICE):
-            await self._health.set(name, status)
 
 
 async def serve(config: RouterConfig) -> None:

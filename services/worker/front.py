@@ -216,6 +216,7 @@ class WorkerFront(ABC, Generic[Config]):
         await server.start()
         self.registration.start()
         set_aside_what_lives()
+        await servicer.set(wire.LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._set_health(servicer, serving=True)
         _log.info(
             "serving",

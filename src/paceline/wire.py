@@ -23,6 +23,10 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 MESSAGE_BYTES: Final = 16 * 2**20
 """Longest message that is sent or received."""
 
+LIVENESS: Final = "paceline.liveness"
+"""What every server's health service says of its process: SERVING from its start to its end. The empty name is the
+server's readiness, which comes and goes."""
+
 MOST_SECONDS: Final = 10**10
 """Longest time that is believed, some 300 years: protobuf takes no Duration over 315,576,000,000 s."""
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -113,6 +114,13 @@ def _router_address(text: str) -> str:
     return text
 
 
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e9:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+
+
 def _server_address(text: str) -> str:
     parse_address("address", text)
     return text
@@ -200,8 +208,15 @@ def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
         metavar="HOST:PORT",
         help=f"server to ask; $PACELINE_ROUTER, else {DEFAULT_ROUTER}",
     )
-    command.add_argument("--service", default="", help="one gRPC service; all by default")
-    command.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="3 by default")
+    command.add_argument(
+        "--service",
+        default="",
+        help="one gRPC service; all by default. paceline.liveness: whether the process is there",
+    )
+    command.add_argument(
+        "--wait", type=_seconds, metavar="SECONDS", help="wait so long at most until it serves; not at all by default"
+    )
+    command.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="of one question; 3 by default")
     command.set_defaults(handler=look.health)
 
 

@@ -17,10 +17,11 @@ from rich.text import Text
 
 from paceline import __version__, client
 from paceline.cli.output import explain, stdout_console
-from paceline.client import AsyncClient, Balance, Health, Loads, ServerInfo, Worker, worker_info_async
-from paceline.errors import PacelineError
+from paceline.client import AsyncClient, Balance, Client, Health, Loads, ServerInfo, Worker, worker_info_async
+from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
 _REFRESH_S: Final = 1.0
+_LOOK_EVERY_S: Final = 0.2
 _EPOCH_DIGITS: Final = 6
 _COLUMNS: Final = (
     "worker",
@@ -112,6 +113,8 @@ def render(seen: Status, width: int) -> RenderableType:
     for row in rows:
         table.add_row(*(row[column] for column in columns))
     lines = [Text(head), table if loads.workers else Text("no worker is registered", style="yellow")]
+    if loads.workers and loads.obstacle is not None:
+        lines.append(Text(f"no request can be placed: {loads.obstacle}", style="yellow"))
     return Group(*lines, *([] if loads.balance is None else [Text(_balance(loads.balance))]))
 
 
@@ -143,10 +146,33 @@ def _row(worker: Worker, pids: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def health(arguments: argparse.Namespace) -> int:
-    """0 where the server serves."""
-    answer = client.health(arguments.address, service=arguments.service, timeout=arguments.timeout)
-    print(answer.value)
+    """0 where the server serves; with `--wait`, as soon as it does."""
+    ends = time.monotonic() + (arguments.wait or 0.0)
+    while True:
+        is_last = time.monotonic() >= ends
+        answer = _health(arguments, absent_is_unknown=not is_last)
+        if is_last or answer is Health.SERVING:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    why = None if answer is Health.SERVING else _obstacle(arguments.address)
+    print(answer.value if why is None else f"{answer.value}: {why}")
     return 0 if answer is Health.SERVING else 1
+
+
+def _health(arguments: argparse.Namespace, *, absent_is_unknown: bool) -> Health:
+    try:
+        return client.health(arguments.address, service=arguments.service, timeout=arguments.timeout)
+    except (WorkerLost, DeadlineExceeded):
+        if absent_is_unknown:
+            return Health.UNKNOWN
+        raise
+
+
+def _obstacle(address: str) -> str | None:
+    """What a router that does not serve lacks; None where it does not say, or the server is none."""
+    with contextlib.suppress(PacelineError), Client(address) as connection:
+        return connection.loads().obstacle
+    return None
 
 
 VERSION: Final = f"paceline {__version__} (Python {sys.version.partition(' ')[0]})"

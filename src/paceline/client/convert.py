@@ -306,6 +306,7 @@ def loads_from_proto(message: router_pb2.RouterGetLoadsResponse) -> types.Loads:
         active=message.active,
         workers=tuple(workers),
         balance=_balance(message.balance) if message.HasField("balance") else None,
+        obstacle=message.obstacle if message.HasField("obstacle") else None,
     )
 
 

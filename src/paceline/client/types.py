@@ -172,6 +172,7 @@ class Loads(msgspec.Struct, frozen=True, kw_only=True):
     active: int  # requests that have one
     workers: tuple[Worker, ...]
     balance: Balance | None = None  # None before each tier has computed, and a request has ended
+    obstacle: str | None = None  # why no request could be placed now, in words; None where one could
 
     def of(self, role: Role) -> tuple[Worker, ...]:
         """The workers of one tier."""

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import msgspec
 import tokenizers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline import wire
 from paceline.checkpoint.dummy import SHAPES
@@ -111,6 +112,7 @@ class RouterBench:
     def __init__(self, server: RouterServer, channel: grpc.aio.Channel) -> None:
         self.server = server
         self.stub: Any = router_pb2_grpc.RouterStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     async def register(self, *workers: ScriptedPrefill | ScriptedDecode) -> list[router_pb2.RegisterResponse]:
         """Registers workers, in order."""
@@ -162,6 +164,12 @@ class RouterBench:
             router_pb2.RouterAbortRequest(request_id=request_id)
         )
         return response.found
+
+    async def health(self, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:
+        """What its health service says."""
+        response = await self._health.Check(health_pb2.HealthCheckRequest(service=service))
+        status: health_pb2.HealthCheckResponse.ServingStatus = response.status
+        return status
 
     async def loads(self) -> router_pb2.RouterGetLoadsResponse:
         """What the router says of itself."""

@@ -109,8 +109,8 @@ def worker(worker_id: str, role: common_pb2.Role, *, address: str = "127.0.0.1:1
 
 
 @contextmanager
-def scripted_router() -> Iterator[ScriptedRouter]:
-    """The server, on a free port of the loopback."""
+def scripted_router(port: int = 0) -> Iterator[ScriptedRouter]:
+    """The server, on a port of the loopback; a free one by default."""
     router = ScriptedRouter()
     server = grpc.server(ThreadPoolExecutor(8), options=wire.SERVER_OPTIONS)
     generated: tuple[Any, Any] = (router_pb2_grpc, decode_pb2_grpc)  # these carry no types
@@ -118,7 +118,7 @@ def scripted_router() -> Iterator[ScriptedRouter]:
     generated[1].add_DecodeServicer_to_server(ScriptedDecode(), server)
     health_pb2_grpc.add_HealthServicer_to_server(router.health, server)
     router.health.set("", health_pb2.HealthCheckResponse.SERVING)
-    router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    router.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:
         yield router

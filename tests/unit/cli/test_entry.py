@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2
 from rich.console import Console
 
 from paceline import __version__, errors
@@ -25,6 +27,7 @@ from paceline.cli import main
 from paceline.cli.entry import DEFAULT_ROUTER, parser
 from paceline.cli.look import look, render
 from paceline.cli.output import counted
+from paceline.cli.plan import free_ports
 from paceline.protos import common_pb2, router_pb2
 from paceline.testing.scripted_router import ScriptedRouter, scripted_router, worker
 
@@ -199,6 +202,8 @@ def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPa
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["generate", "Hi", "--max-tokens", "many"], "invalid int value: 'many'"),
         (["health", "--timeout", "soon"], "invalid float value: 'soon'"),
+        (["health", "--wait", "0"], "'0' is not a positive number of seconds"),
+        (["health", "--wait", "soon"], "'soon' is not a positive number of seconds"),
         (["status", "--watch", "--json"], "not allowed with"),
     ],
 )
@@ -333,6 +338,13 @@ def test_status_says_how_many_workers_of_each_tier_suit_the_requests(
     assert "2.4 prefill workers to a decode worker. One computes 43,100" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_status_says_why_no_request_can_be_placed(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    router.loads.workers.append(worker("prefill-0", common_pb2.ROLE_PREFILL))
+    router.loads.obstacle = "no decode worker is registered"
+    assert main(["status"]) == 0
+    assert "no request can be placed: no decode worker is registered" in capsys.readouterr().out
+
+
 def test_status_without_workers_says_so(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     assert "no worker is registered" in capsys.readouterr().out
@@ -344,6 +356,35 @@ def test_health_is_its_exit_status(router: ScriptedRouter, capsys: pytest.Captur
     assert main(["health", router.address]) == 1
     assert main(["health", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().out == "serving\nnot serving\n"
+
+
+def test_health_says_what_a_router_lacks(router: ScriptedRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    router.loads.obstacle = "no decode worker is registered"
+    router.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert main(["health", router.address]) == 1
+    assert capsys.readouterr().out == "not serving: no decode worker is registered\n"
+    assert main(["health", router.address, "--wait", "0.3"]) == 1
+    assert capsys.readouterr().out == "not serving: no decode worker is registered\n"
+
+
+def test_health_waits_for_a_server_that_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(main, ["health", f"127.0.0.1:{port}", "--wait", "60"])
+        time.sleep(0.5)
+        assert not waiting.done()
+        with scripted_router(port) as router:
+            router.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+            time.sleep(0.5)
+            assert not waiting.done()
+            router.health.set("", health_pb2.HealthCheckResponse.SERVING)
+            assert waiting.result(30) == 0
+    assert capsys.readouterr().out == "serving\n"
+
+
+def test_health_waits_no_longer_than_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "127.0.0.1:1", "--wait", "0.3"]) == 1
+    assert "connection refused" in capsys.readouterr().err
 
 
 def test_health_of_an_unknown_service_or_in_no_time_is_refused(

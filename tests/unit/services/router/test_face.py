@@ -11,7 +11,7 @@ import grpc
 import msgspec
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 import paceline
 from paceline import wire
@@ -20,8 +20,10 @@ from paceline.errors import (
     AddressInUse,
     ConfigError,
     Draining,
+    EngineLost,
     InvalidRequest,
     NoWorker,
+    PacelineError,
     StaleEpoch,
     StartupError,
     UnknownWorker,
@@ -29,8 +31,8 @@ from paceline.errors import (
 from paceline.protos import common_pb2, router_pb2
 from paceline.services.router import server as router_server
 from paceline.services.router.server import SERVICE, RouterServer, serve
-from paceline.testing.router_bench import ids_of, router_bench
-from paceline.testing.scripted_workers import scripted_decode, scripted_prefill
+from paceline.testing.router_bench import RouterBench, ids_of, router_bench
+from paceline.testing.scripted_workers import PATIENCE_S, scripted_decode, scripted_prefill
 from paceline.types import FinishReason
 
 CONFIG = msgspec.structs.replace(RouterConfig(), port=0, model="dummy:tiny")
@@ -132,15 +134,90 @@ async def test_loads_list_every_live_worker() -> None:
         assert loads.workers[0].load.total_blocks == 128
 
 
-async def test_health_and_reflection_are_served() -> None:
-    async with router_bench() as router:
-        address = f"127.0.0.1:{router.server.port}"
-        async with grpc.aio.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            for service in ("", SERVICE):
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+async def test_a_router_serves_while_it_could_place_a_request() -> None:
     assert SERVICE == "paceline.v1.Router"
+    async with (
+        scripted_prefill("p0") as prefill,
+        scripted_decode("d0") as decode,
+        router_bench(lease_s=60.0) as router,
+    ):
+        await health_becomes(router, "no decode worker is registered")
+        await router.register(prefill)
+        await health_becomes(router, "no decode worker is registered")
+        await router.register(decode)
+        await health_becomes(router, None)
+        await router.heartbeat(decode, draining=True)
+        await health_becomes(
+            router, "no decode worker takes work: 1 registered, which drain, stand still or did not answer"
+        )
+        await router.heartbeat(decode)
+        await health_becomes(router, None)
+
+
+async def test_a_router_does_not_serve_after_the_last_lease_has_ended() -> None:
+    async with scripted_decode("d0") as decode, router_bench(lease_s=0.3, heartbeat_s=0.1) as router:
+        await router.register(decode)
+        await router.until(workers=0)
+        await health_becomes(router, "no decode worker is registered")
+
+
+async def test_a_router_whose_last_decode_worker_failed_does_not_serve_until_it_beats_again() -> None:
+    async with scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(decode)
+        await health_becomes(router, None)
+        asking = router.ask(timeout_s=0.5)
+        await (await decode.next_call()).fail(EngineLost("gone"))
+        assert isinstance(await asking.error(), PacelineError)
+        await health_becomes(
+            router, "no decode worker takes work: 1 registered, which drain, stand still or did not answer"
+        )
+        await router.heartbeat(decode)
+        await health_becomes(router, None)
+
+
+async def test_a_router_that_needs_prefill_workers_does_not_serve_without_one() -> None:
+    async with (
+        scripted_prefill("p0") as prefill,
+        scripted_decode("d0") as decode,
+        router_bench(local_prefill="never") as router,
+    ):
+        await router.register(decode)
+        await health_becomes(router, "no prefill worker is registered, and local_prefill is never")
+        await router.register(prefill)
+        await health_becomes(router, None)
+        router.server.fleet.unfit(prefill.key, decode.key)
+        await health_becomes(router, "no prefill worker can be paired with a decode worker, and local_prefill is never")
+
+
+async def test_a_router_that_stops_is_alive_and_does_not_serve() -> None:
+    async with scripted_decode("d0") as decode, router_bench() as router:
+        await router.register(decode)
+        await health_becomes(router, None)
+        asking = router.ask()
+        call = await decode.next_call()
+        await router.server._health.end()
+        stopping = asyncio.create_task(router.server._face.drain(grace_s=30.0))
+        await health_becomes(router, "the router is stopping")
+        await router.heartbeat(decode)
+        await health_becomes(router, "the router is stopping")
+        await call.tokens(0, ids_of("a"))
+        await call.finish()
+        await asking.finish()
+        await stopping
+
+
+async def health_becomes(router: RouterBench, obstacle: str | None) -> None:
+    """Waits until the router serves, or does not for this reason. Its process is alive all the time."""
+    status = health_pb2.HealthCheckResponse.SERVING if obstacle is None else health_pb2.HealthCheckResponse.NOT_SERVING
+    wanted = ({"": status, SERVICE: status, wire.LIVENESS: health_pb2.HealthCheckResponse.SERVING}, obstacle)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            loads = await router.loads()
+            why = loads.obstacle if loads.HasField("obstacle") else None
+            seen = ({name: await router.health(name) for name in wanted[0]}, why)
+            if seen == wanted:
+                return
+            await asyncio.sleep(0.01)
 
 
 async def test_while_it_stops_requests_in_hand_end_and_new_ones_are_refused() -> None:

@@ -17,6 +17,7 @@ from paceline.services.router.placement import (
     WorkerView,
     another_prefill,
     least_loaded,
+    obstacle,
 )
 from paceline.types import Limits, Role, WorkerKey
 
@@ -173,3 +174,69 @@ def test_the_order_in_which_workers_are_listed_does_not_matter(
     ask: Ask, workers: list[WorkerView], policy: Policy
 ) -> None:
     assert least_loaded(ask, workers, policy) == least_loaded(ask, workers[::-1], policy)
+
+
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        ([], "no decode worker is registered"),
+        ([p()], "no decode worker is registered"),
+        (
+            [p(), d("d0", alive=False), d("d1", alive=False)],
+            "no decode worker takes work: 2 registered, which drain, stand still or did not answer",
+        ),
+        ([d("d0", alive=False), d("d1")], None),
+        ([d(headroom_blocks=0)], None),
+        ([d(rests=True)], None),
+    ],
+)
+def test_a_decode_worker_that_lives_is_enough_to_place_requests_however_full(
+    workers: list[WorkerView], why: str | None
+) -> None:
+    assert obstacle(workers, AUTO) == why
+    assert obstacle(workers, Policy(local_prefill=LocalPrefill.ALWAYS)) == why
+
+
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        ([p()], "no decode worker is registered"),
+        ([d()], "no prefill worker is registered, and local_prefill is never"),
+        (
+            [p(alive=False), d()],
+            "no prefill worker takes work: 1 registered, which drain, stand still or did not answer, "
+            "and local_prefill is never",
+        ),
+        (
+            [p(fingerprint=b"other"), d()],
+            "no prefill worker can be paired with a decode worker, and local_prefill is never",
+        ),
+        ([p(fingerprint=b"other"), p("p1"), d()], None),
+        ([p(rests=True, headroom_blocks=0), d(headroom_blocks=0)], None),
+    ],
+)
+def test_where_decode_workers_compute_no_prompts_a_prefill_worker_that_fits_one_is_needed_too(
+    workers: list[WorkerView], why: str | None
+) -> None:
+    assert obstacle(workers, Policy(local_prefill=LocalPrefill.NEVER)) == why
+
+
+@given(
+    st.lists(
+        st.builds(
+            worker,
+            st.sampled_from(["a", "b", "c"]),
+            st.sampled_from(list(Role)),
+            alive=st.booleans(),
+            fingerprint=st.sampled_from([b"f", b"g"]),
+        ),
+        max_size=4,
+        unique_by=lambda view: view.key,
+    ),
+    st.sampled_from(list(LocalPrefill)),
+)
+def test_there_is_an_obstacle_exactly_where_idle_workers_would_get_nothing(
+    workers: list[WorkerView], local_prefill: LocalPrefill
+) -> None:
+    policy = Policy(local_prefill=local_prefill)
+    assert (obstacle(workers, policy) is None) is (least_loaded(ASK, workers, policy) is not None)

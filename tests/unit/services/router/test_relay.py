@@ -371,7 +371,8 @@ async def test_a_retarget_that_is_not_answered_in_time_is_a_lost_worker(
         await asking.piece()
     await prefill.fail(TransferFailed("the write broke"))
     error = await asking.error()
-    assert isinstance(error, WorkerLost) if delivered else isinstance(error, Overloaded)
+    # Nobody else could take it, and the one that did not answer gets nothing before its next sign of life.
+    assert isinstance(error, WorkerLost if delivered else NoWorker)
     await decode.seen_cancelled()
 
 
