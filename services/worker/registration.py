@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -19,6 +20,7 @@ from paceline import wire
 from paceline.errors import PacelineError, StaleEpoch, Status
 from paceline.log import get_logger
 from paceline.protos import common_pb2, router_pb2, router_pb2_grpc
+from paceline.services.worker.outage import Outage, Trouble
 from paceline.types import WorkerKey, WorkerLoad
 
 _log = get_logger(__name__)
@@ -27,7 +29,6 @@ _CALL_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.5
 _RESOLVE_TIMEOUT_S: Final = 2.0
 _ASKS: Final = 2  # the first answer may be to a heart-beat that was under way, and know less than the router does now
-_COMPLAIN_EVERY: Final = 20  # failed tries between two log lines of one outage
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
@@ -114,16 +115,21 @@ class Registration:
                 self._newest[peer.key.worker_id] = peer
                 self._on_peer(peer)
 
+    @property
+    def draining(self) -> bool:
+        """True where the worker takes nothing new."""
+        return self._draining()
+
     def registering(self) -> router_pb2.RegisterRequest:
         """The full description."""
         return router_pb2.RegisterRequest(
-            info=self._info, load=wire.load_to_proto(self._load()), draining=self._draining()
+            info=self._info, load=wire.load_to_proto(self._load()), draining=self.draining
         )
 
     def beating(self) -> router_pb2.HeartbeatRequest:
         """The heart-beat."""
         return router_pb2.HeartbeatRequest(
-            worker=self._info.worker, load=wire.load_to_proto(self._load()), draining=self._draining()
+            worker=self._info.worker, load=wire.load_to_proto(self._load()), draining=self.draining
         )
 
 
@@ -135,7 +141,8 @@ class _RouterLink:
         self.due = asyncio.Event()
         self._registration = registration
         self._answer = asyncio.Event()
-        self._failures = 0
+        self._fails = False
+        self._outage = Outage()
         self._channel = grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
 
@@ -156,11 +163,12 @@ class _RouterLink:
                     interval_s = await self._register()
                 else:
                     await self._beat()
-                self._failures = 0
+                self._fails = False
+                self._outage.end()
             except grpc.RpcError as error:
                 if self._failed(wire.error_from_rpc(error)):
                     interval_s = None
-            pause_s = _RETRY_S if self._failures or interval_s is None else interval_s
+            pause_s = _RETRY_S if self._fails or interval_s is None else interval_s
             # Not `wait_for`, which in Python 3.11 loses a cancellation that comes with what is waited for.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -182,7 +190,9 @@ class _RouterLink:
 
     def _failed(self, error: PacelineError) -> bool:
         """True where the router does not know this worker and must be told everything again."""
-        if self._failures % _COMPLAIN_EVERY == 0:
-            _log.warning("router not reached", router=self.address, reason=error.reason, error=error.message)
-        self._failures += 1
+        self._fails = True
+        trouble = self._outage.failed(error, draining=self._registration.draining, now=time.monotonic())
+        if trouble is not None:
+            say = _log.info if trouble is Trouble.FORGOTTEN else _log.warning
+            say(trouble.value, router=self.address, reason=error.reason, error=error.message)
         return error.status in (Status.NOT_FOUND, Status.ABORTED, Status.FAILED_PRECONDITION)
