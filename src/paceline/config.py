@@ -351,8 +351,12 @@ class UpConfig(EngineConfig, frozen=True, kw_only=True):
     death_window_s: Annotated[float, Meta(description="Window in which deaths are counted, in seconds", gt=0)] = 60.0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a listed device that is none, or that another setting contradicts."""
+        """Raises ConfigError for a listed device that is none, and for settings that contradict each other."""
         super().__post_init__()
+        if not self.prefill and self.local_prefill == "never":
+            raise ConfigError(
+                "prefill: 0 and local_prefill: never contradict each other: nobody would compute a prompt"
+            )
         for setting in ("prefill_devices", "decode_devices"):
             for device in getattr(self, setting):
                 _check_device(setting, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import main
 from paceline.cli.child import group_members
 from paceline.cli.plan import free_ports
 from paceline.client import Client, worker_info
@@ -113,17 +115,44 @@ def test_ctrl_c_on_a_terminal_stops_every_role_cleanly(start: Callable[..., Up])
     up.press_ctrl_c()
     assert up.wait() == 0, up.output
     assert gone(pids)
+    assert up.output.count("stopping; once more to stop at once") == 1
     assert "did not stop cleanly" not in up.output
 
 
+def test_a_second_ctrl_c_stops_at_once_and_says_so(start: Callable[..., Up]) -> None:
+    up = start("--prefill=0", terminal=True).until_ready()
+    pids = up.processes()
+    with Client(up.address) as client, client.generate([1, 2, 3], max_tokens=1_900, ignore_eos=True) as answer:
+        next(answer)  # which keeps the router waiting
+        up.press_ctrl_c()
+        up.until(lambda: "stopping; once more to stop at once" in up.output)
+        up.press_ctrl_c()
+        assert up.wait() == 1, up.output
+    assert gone(pids)
+    assert up.output.count("once more to stop at once") == 1
+    assert up.output.count("stopping at once") == 1
+    assert "stopped at once: " in up.output and "did not stop cleanly" not in up.output
+
+
 def test_without_a_terminal_logs_are_json_lines_and_sigterm_stops(start: Callable[..., Up]) -> None:
-    up = start("--prefill=0").until_ready()
+    up = start("--prefill=1", "--decode=2").until_ready()
+    assert main(["health", up.address]) == 0
     up.process.terminate()
     assert up.wait() == 0, up.output
     up.read(0.1)
     others = [line for line in up.output.splitlines() if not line.startswith("{")]
     assert len(others) == 1
-    assert re.match(rf"Paceline is ready at {up.address} after \d+\.\d s: dummy:tiny, 1 worker", others[0])
+    events = [json.loads(line) for line in up.output.splitlines() if line.startswith("{")]
+    (ready,) = [event for event in events if event["event"] == "ready"]
+    assert {name: ready[name] for name in ("service", "address", "model", "prefill", "decode")} == {
+        "service": "up",
+        "address": up.address,
+        "model": "dummy:tiny",
+        "prefill": 1,
+        "decode": 2,
+    }
+    assert [event for event in events if event["level"] not in ("info", "debug")] == []
+    assert re.match(rf"Paceline is ready at {up.address} after \d+\.\d s: dummy:tiny, 3 workers", others[0])
 
 
 def test_no_role_outlives_a_killed_up(start: Callable[..., Up]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -85,9 +86,13 @@ class Screen:
         self._refresh()
 
     def ready(self, address: str, model: str, *, took_s: float) -> None:
-        """The line on standard output that ends the start, and how to try it."""
+        """The end of the start: a line on standard output; on a terminal how to try it, in a log an event."""
         self._end_live()
         workers = len(self._states) - 1
+        if not self._terminal:
+            tiers = Counter(name.partition("-")[0] for name in self._states)
+            counts = {"prefill": tiers["prefill"], "decode": tiers["decode"]}
+            log.info("ready", address=address, model=model, **counts, took_s=round(took_s, 1))
         with contextlib.suppress(OSError):
             print(
                 f"Paceline is ready at {address} after {took_s:.1f} s: {model}, {counted(workers, 'worker')}",
@@ -98,13 +103,15 @@ class Screen:
                 print(f"  try    paceline chat{router} --stats 'Why do cyclists ride in a line?'")
                 print(f"  see    paceline status{router}\n  stop   Ctrl-C", flush=True)
 
-    def stopping(self) -> None:
-        """The first Ctrl-C or SIGTERM."""
+    def stopping(self, *, at_once: bool = False) -> None:
+        """The first Ctrl-C or SIGTERM; the second one asks to stop `at_once`."""
         self._end_live()
         if self._terminal:
-            self._console.print(Text("stopping; once more to stop at once", style="yellow"))
+            self._console.print(
+                Text("stopping at once" if at_once else "stopping; once more to stop at once", style="yellow")
+            )
         else:
-            log.info("stopping")
+            log.info("stopping at once" if at_once else "stopping")
 
     def failed(self, failure: Failure) -> None:
         """Why everything was stopped: the role's last lines, then what happened in one line of red."""

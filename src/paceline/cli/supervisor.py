@@ -1,8 +1,8 @@
 """Keeps roles alive: starts each, restarts what dies, stops all in order. It sleeps until a child ends or it is told.
 
 A run ends in one of two ways: `stop` was called (the result is None), or a role gave cause to give up (a `Failure`).
-Either way every process is gone by then: workers are asked first, with their grace, and the router last, so that
-answers which are under way still reach their clients.
+Either way every process is gone by then. Roles that stop last are asked, with their grace, when the others are gone:
+the workers, so that the router takes nothing new, and what it has under way ends while they are at work.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class _Up:
         self._screen = screen
         self._states: States = {}
         self._late = False
+        self._signals = 0  # that asked for the end
 
     async def run(self) -> int:
         supervisor = Supervisor(
@@ -72,11 +73,14 @@ class _Up:
             self._screen.failed(failure)
             return 2 if failure.cannot_start else 1
         if supervisor.unclean:
-            print_error(f"did not stop cleanly: {', '.join(supervisor.unclean)}")
+            how = "stopped at once" if self._signals > 1 else "did not stop cleanly"
+            print_error(f"{how}: {', '.join(supervisor.unclean)}")
         return 1 if self._late or supervisor.unclean else 0
 
     def _on_signal(self, supervisor: Supervisor) -> None:
-        self._screen.stopping()
+        self._signals += 1
+        if self._signals <= 2:  # there is nothing more to ask for
+            self._screen.stopping(at_once=self._signals == 2)
         supervisor.stop()
 
     async def _announce(self, supervisor: Supervisor) -> None:

@@ -462,6 +462,7 @@ def test_logprobs_are_printed_with_the_tokens_texts(router: ScriptedRouter, caps
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["up", "--prefill=0", "--local-prefill=never"], "prefill: 0 and local_prefill: never contradict each other"),
         (["up", "--prefill-devices=cuda:0,nonsense"], "prefill_devices: 'nonsense' is no device; allowed are cpu, and"),
         (["up", "--decode-devices=cuda"], "decode_devices: 'cuda' is no device; allowed are cpu, and cuda:N for GPU N"),
         (
