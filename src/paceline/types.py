@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.top_k < 0:
             raise InvalidRequest("top_k", f"{self.top_k} is negative; 0 means no limit")
         if not 0 <= self.seed < 2**64:
-            raise InvalidRequest("seed", f"{self.seed} does not fit in 64 bits")
+            raise InvalidRequest("seed", f"{self.seed} is not from 0 to {2**64 - 1}")
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size=vocab_size)
         self._check_shaping(vocab_size)
         self._check_beams(vocab_size)

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import grpc
 
 from paceline import wire
-from paceline.client import convert
+from paceline.client import asking, convert
 from paceline.client.sync import CALL_S, MARGIN_S
 from paceline.client.types import Chunk, Completion, Health, Loads, Message, ModelInfo, Sampling, ServerInfo
 from paceline.errors import EngineError
@@ -79,18 +79,19 @@ class AsyncClient:
                     print(chunk.text, end="", flush=True)
             answer = await client.complete([1, 2, 3], max_tokens=8, temperature=0)
 
-    Every method raises errors of `paceline.errors`; a router that cannot be reached is a WorkerLost.
+    Every method raises errors of `paceline.errors`; a router that cannot be reached is a WorkerLost. An address that is
+    not host:port, and an argument that fits no request, is an InvalidRequest.
     """
 
     def __init__(self, address: str = "127.0.0.1:7070") -> None:
-        self.address = address
+        self.address = asking.checked_address(address)
         self._channel = grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
         self._router: Any = convert.RouterStub(self._channel)
         self._health: Any = convert.HealthStub(self._channel)
 
     def generate(
         self,
-        prompt: convert.Prompt,
+        prompt: asking.Prompt,
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -114,12 +115,12 @@ class AsyncClient:
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
         """Streams the next turn of a conversation, which the model's own template renders."""
-        convert.check_messages(messages)
+        asking.check_messages(messages)
         return self._stream(messages, request_id, timeout, model, priority, cache_salt, sampling)
 
     async def complete(
         self,
-        prompt: convert.Prompt | Sequence[Message],
+        prompt: asking.Prompt | Sequence[Message],
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -134,7 +135,7 @@ class AsyncClient:
 
     def _stream(
         self,
-        prompt: convert.Prompt | Sequence[Message],
+        prompt: asking.Prompt | Sequence[Message],
         request_id: str,
         timeout: float | None,
         model: str,
@@ -142,7 +143,7 @@ class AsyncClient:
         cache_salt: str,
         sampling: Sampling,
     ) -> AsyncStream:
-        request = convert.generate_request(
+        request = asking.generate_request(
             prompt,
             sampling=sampling,
             request_id=request_id,
@@ -173,13 +174,13 @@ class AsyncClient:
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its id; False where it was unknown or had ended."""
         with _errors(self.address):
-            return bool((await self._router.Abort(convert.abort_request(request_id), timeout=CALL_S)).found)
+            return bool((await self._router.Abort(asking.abort_request(request_id), timeout=CALL_S)).found)
 
     async def health(self, *, service: str = "", timeout: float = CALL_S) -> Health:
         """What the router's health service says. InvalidRequest for an unknown service, or no time to wait."""
-        convert.check_timeout(timeout)
+        asking.check_timeout(timeout)
         try:
-            answer = await self._health.Check(convert.health_request(service), timeout=timeout)
+            answer = await self._health.Check(asking.health_request(service), timeout=timeout)
         except grpc.RpcError as error:
             raise convert.health_failure(error, self.address, service) from error
         return convert.health_from_proto(answer)

@@ -1,9 +1,9 @@
-"""Between the client's own types and the router's messages. The client touches generated code here alone."""
+"""Servers' messages as the client's own types, and the stubs. The client has generated code here and in `asking`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,8 +21,6 @@ from paceline.protos import (
     router_pb2_grpc,
 )
 from paceline.types import FinishReason, Role, Usage
-
-Prompt = str | Sequence[int]
 
 # The generated stubs carry no types.
 RouterStub: Final[Any] = router_pb2_grpc.RouterStub
@@ -53,113 +51,11 @@ def health_failure(error: grpc.RpcError, address: str, service: str) -> Paceline
     return failure(error, address)
 
 
-def check_timeout(timeout: float) -> None:
-    """Raises InvalidRequest for a number of seconds that is no time to wait."""
-    if not 0 < timeout < 1e9:
-        raise InvalidRequest("timeout", f"{timeout:g} is not a positive number of seconds")
-
-
 class Closed:
     """In place of a closed client's stubs: any call of it raises InvalidRequest."""
 
     def __getattr__(self, method: str) -> Any:
         raise InvalidRequest("client", "it is closed")
-
-
-def generate_request(
-    prompt: Prompt | Sequence[types.Message],
-    *,
-    sampling: types.Sampling,
-    request_id: str,
-    timeout: float | None,
-    model: str,
-    priority: int | None,
-    cache_salt: str = "",
-) -> router_pb2.GenerateRequest:
-    """The message for one generation; InvalidRequest for a value that does not even fit into it."""
-    request = router_pb2.GenerateRequest(
-        request_id=request_id, model=model, sampling=_sampling(sampling), cache_salt=cache_salt
-    )
-    _set_prompt(request, prompt)
-    if timeout is not None:
-        check_timeout(timeout)
-        request.timeout.CopyFrom(wire.duration(timeout))
-    if priority is not None:
-        try:
-            request.priority = priority
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest("priority", f"{quote(priority)} is not accepted: {error}") from error
-    return request
-
-
-def _set_prompt(request: router_pb2.GenerateRequest, prompt: Prompt | Sequence[types.Message]) -> None:
-    if isinstance(prompt, str):
-        request.text = _sendable("prompt", prompt)
-    elif prompt and all(isinstance(turn, types.Message) for turn in prompt):
-        turns = [turn for turn in prompt if isinstance(turn, types.Message)]
-        request.chat.messages.extend(
-            router_pb2.ChatMessage(
-                role=_sendable(f"role of message {index}", turn.role),
-                content=_sendable(f"content of message {index}", turn.content),
-            )
-            for index, turn in enumerate(turns)
-        )
-    else:
-        # An empty list travels as an empty prompt, so that the router has the one say on it.
-        request.tokens.SetInParent()
-        try:
-            # At once: one by one, long prompts hold an event loop up for milliseconds.
-            request.tokens.ids.extend(cast(Sequence[int], prompt))
-        except (TypeError, ValueError) as error:
-            raise _wrong_token_id(prompt) from error
-
-
-def check_messages(messages: object) -> None:
-    """Raises InvalidRequest for what is no list of Messages: a text, or dictionaries, say."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise InvalidRequest("messages", f"{quote(messages)} is not a list of Messages: Message(role, content)")
-    for index, turn in enumerate(messages):
-        if not isinstance(turn, types.Message):
-            raise InvalidRequest("messages", f"{quote(turn)} at index {index} is not a Message(role, content)")
-
-
-def _sendable(field: str, text: str) -> str:
-    """The text. Raises InvalidRequest where it has halves of characters, as bytes that are not UTF-8 become."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(field, f"is not UTF-8 at character {error.start}") from error
-    return text
-
-
-def _wrong_token_id(prompt: Sequence[object]) -> InvalidRequest:
-    for index, token_id in enumerate(prompt):
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**32:
-            return InvalidRequest("prompt", f"id {quote(token_id)} at index {index} is not a token id")
-    return InvalidRequest("prompt", f"{quote(prompt)} is not a list of token ids")
-
-
-def _sampling(sampling: types.Sampling) -> common_pb2.SamplingParams:
-    message = common_pb2.SamplingParams()
-    for name, value in sampling.items():
-        if value is None:
-            continue
-        field: dict[str, Any] = {name: [value] if name == "stop" and isinstance(value, str) else value}
-        try:
-            message.MergeFrom(common_pb2.SamplingParams(**field))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(name, f"{quote(value)} is not accepted: {error}") from error
-    return message
-
-
-def abort_request(request_id: str) -> router_pb2.RouterAbortRequest:
-    """The message that ends a request."""
-    return router_pb2.RouterAbortRequest(request_id=request_id)
-
-
-def health_request(service: str) -> Any:
-    """The message that asks for the health of one service, or of the whole server for an empty name."""
-    return health_pb2.HealthCheckRequest(service=service)
 
 
 def health_from_proto(response: Any) -> types.Health:

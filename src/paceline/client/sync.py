@@ -10,7 +10,7 @@ from typing import Any, Final, Unpack
 import grpc
 
 from paceline import wire
-from paceline.client import convert
+from paceline.client import asking, convert
 from paceline.client.types import Chunk, Completion, Health, Loads, Message, ModelInfo, Sampling, ServerInfo
 from paceline.errors import EngineError
 from paceline.types import Role, WorkerLoad
@@ -78,17 +78,18 @@ class Client:
             answer = client.complete([1, 2, 3], max_tokens=8, temperature=0)
             print(answer.token_ids, answer.finish.timings.first_token_s)
 
-    Every method raises errors of `paceline.errors`; a router that cannot be reached is a WorkerLost.
+    Every method raises errors of `paceline.errors`; a router that cannot be reached is a WorkerLost. An address that is
+    not host:port, and an argument that fits no request, is an InvalidRequest.
     """
 
     def __init__(self, address: str = "127.0.0.1:7070") -> None:
-        self.address = address
+        self.address = asking.checked_address(address)
         self._channel = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
         self._router: Any = convert.RouterStub(self._channel)
 
     def generate(
         self,
-        prompt: convert.Prompt,
+        prompt: asking.Prompt,
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -112,12 +113,12 @@ class Client:
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """Streams the next turn of a conversation, which the model's own template renders."""
-        convert.check_messages(messages)
+        asking.check_messages(messages)
         return self._stream(messages, request_id, timeout, model, priority, cache_salt, sampling)
 
     def complete(
         self,
-        prompt: convert.Prompt | Sequence[Message],
+        prompt: asking.Prompt | Sequence[Message],
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -132,7 +133,7 @@ class Client:
 
     def _stream(
         self,
-        prompt: convert.Prompt | Sequence[Message],
+        prompt: asking.Prompt | Sequence[Message],
         request_id: str,
         timeout: float | None,
         model: str,
@@ -140,7 +141,7 @@ class Client:
         cache_salt: str,
         sampling: Sampling,
     ) -> Stream:
-        request = convert.generate_request(
+        request = asking.generate_request(
             prompt,
             sampling=sampling,
             request_id=request_id,
@@ -171,7 +172,7 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """Ends a request by its id; False where it was unknown or had ended."""
         with _errors(self.address):
-            return bool(self._router.Abort(convert.abort_request(request_id), timeout=CALL_S).found)
+            return bool(self._router.Abort(asking.abort_request(request_id), timeout=CALL_S).found)
 
     def close(self) -> None:
         """Closes the channel, which cancels what is under way. Any call after it raises InvalidRequest."""
@@ -188,13 +189,14 @@ class Client:
 def health(address: str, *, service: str = "", timeout: float = CALL_S) -> Health:
     """What the health service at `host:port` says; WorkerLost or DeadlineExceeded where nobody answers.
 
-    InvalidRequest for a service that the server does not have, and for a timeout that is not positive.
+    InvalidRequest for an address that is none, for a service that the server does not have, and for a timeout that is
+    not positive.
     """
-    convert.check_timeout(timeout)
-    with grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel:
+    asking.check_timeout(timeout)
+    with grpc.insecure_channel(asking.checked_address(address), options=wire.CHANNEL_OPTIONS) as channel:
         stub = convert.HealthStub(channel)
         try:
-            return convert.health_from_proto(stub.Check(convert.health_request(service), timeout=timeout))
+            return convert.health_from_proto(stub.Check(asking.health_request(service), timeout=timeout))
         except grpc.RpcError as error:
             raise convert.health_failure(error, address, service) from error
 

@@ -103,17 +103,36 @@ def test_what_is_no_conversation_is_refused_and_not_sent_as_something_else(
     [
         ({"prompt": "caf\udce9"}, "prompt: is not UTF-8 at character 3"),
         ({"prompt": [1, -5]}, "prompt: id -5 at index 1"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens: -1 is not accepted"),
-        ({"prompt": "x", "temperature": "warm"}, "temperature: 'warm' is not accepted"),
-        ({"prompt": "x", "warmth": 1}, "warmth: 1 is not accepted"),
-        ({"prompt": "x", "timeout": float("nan")}, "timeout: nan"),
-        ({"prompt": "x", "priority": 2**40}, "priority: 1099511627776"),
+        ({"prompt": None}, "prompt: None is not a text, a list of token ids, or one of Messages"),
+        ({"prompt": b"caf"}, "prompt: b'caf' is not a text"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens: -1 is under the limit of 1"),
+        ({"prompt": "x", "max_tokens": 2**32}, "max_tokens: 4294967296 is over the limit of 4294967295"),
+        ({"prompt": "x", "max_tokens": 2.5}, "max_tokens: 2.5 is not a whole number"),
+        ({"prompt": "x", "seed": -1}, "seed: -1 is not from 0 to 18446744073709551615"),
+        ({"prompt": "x", "seed": 2**64}, "seed: 18446744073709551616 is not from 0 to 18446744073709551615"),
+        ({"prompt": "x", "top_k": 2**31}, "top_k: 2147483648 is over the limit of 2147483647"),
+        ({"prompt": "x", "n": 2, "best_of": -1}, "best_of: -1 is not from n 2 to 32"),
+        ({"prompt": "x", "min_tokens": -1, "max_tokens": 8}, "min_tokens: -1 is not from 0 to max_tokens 8"),
+        ({"prompt": "x", "min_tokens": -1, "max_tokens": "x"}, "min_tokens: -1 is not from 0 to max_tokens 256"),
+        ({"prompt": "x", "temperature": "warm"}, "temperature: 'warm' is not a number"),
+        ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos: 'no' is not True or False"),
+        ({"prompt": "x", "stop": [3]}, r"stop: \[3\] is not a text or a list of texts"),
+        ({"prompt": "x", "stop": ["caf\udce9"]}, "stop: is not UTF-8 at character 3"),
+        ({"prompt": "x", "stop_token_ids": [-1]}, r"stop_token_ids: \[-1\] is not a list of token ids"),
+        ({"prompt": "x", "logit_bias": [1]}, r"logit_bias: \[1\] is not a mapping from token ids to numbers"),
+        ({"prompt": "x", "max_token": 3}, r"max_token: is no sampling parameter; did you mean max_tokens\?"),
+        ({"prompt": "x", "warmth": 1}, "warmth: is no sampling parameter; there are max_tokens, temperature, .*"),
+        ({"prompt": "x", "timeout": float("nan")}, "timeout: nan is not a positive number"),
+        ({"prompt": "x", "timeout": "soon"}, "timeout: 'soon' is not a positive number of seconds"),
+        ({"prompt": "x", "priority": 2**40}, "priority: 1099511627776 is not a whole number of 32 bits"),
+        ({"prompt": "x", "model": 3}, "model: 3 is not a text"),
+        ({"prompt": "x", "request_id": b"r"}, "request_id: b'r' is not a text"),
     ],
 )
 def test_a_value_that_fits_no_message_is_refused_before_it_travels(
     client: Client, router: ScriptedRouter, options: dict[str, object], named: str
 ) -> None:
-    with pytest.raises(errors.InvalidRequest, match=named):
+    with pytest.raises(errors.InvalidRequest, match=f"^{named}"):
         client.generate(**options)
     assert router.requests == []
 
@@ -190,6 +209,14 @@ def test_health_of_a_server_and_of_nobody(router: ScriptedRouter) -> None:
     assert health(router.address) is Health.NOT_SERVING
     with pytest.raises(errors.WorkerLost):
         health("127.0.0.1:1", timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("address", ["foo", "foo:0", "dns:///foo:7070", "a:1,b:2", "", None])
+def test_an_address_that_is_none_is_refused_as_the_command_line_does(address: Any) -> None:
+    said = r"^address: .* is not (host:port with a port from 1 to 65535|a text)$"
+    for ask in (Client, AsyncClient, health):
+        with pytest.raises(errors.InvalidRequest, match=said):
+            ask(address)
 
 
 def test_a_router_that_is_not_there_is_a_lost_worker() -> None:
