@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.cli import INTERRUPTED, ask, look, models, roles, up
+from paceline.cli.flags import Parser
 from paceline.cli.output import explain, print_error
 from paceline.config import SECTIONS, add_flags, parse_address
 from paceline.errors import InvalidRequest, PacelineError, StartupError
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """All subcommands. The parsed namespace has a `handler`, which takes it and returns an exit status."""
-    root = argparse.ArgumentParser(prog="paceline", description="Disaggregated LLM serving.")
+    root = Parser(prog="paceline", description="Disaggregated LLM serving.")
     root.add_argument("--version", action="version", version=look.VERSION)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands)
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 _Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
-def _command(commands: _Commands[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+def _command(commands: _Commands[Parser], name: str, text: str) -> Parser:
     return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
 
 
@@ -79,14 +80,14 @@ def _add_config(command: argparse.ArgumentParser, role: str) -> None:
     add_flags(command, SECTIONS[role])
 
 
-def _add_up(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_up(commands: _Commands[Parser]) -> None:
     command = _command(commands, "up", "start a router, prefill and decode workers on this machine")
     command.add_argument("--log-dir", type=Path, default=None, metavar="DIR", help="also keep each role's log here")
     _add_config(command, "up")
     command.set_defaults(handler=up.run)
 
 
-def _add_role(commands: _Commands[argparse.ArgumentParser], role: str, text: str) -> None:
+def _add_role(commands: _Commands[Parser], role: str, text: str) -> None:
     command = _command(commands, role, text)
     _add_config(command, role)
     # For supervisors: the kernel kills this process when its parent, PID, dies.
@@ -170,7 +171,7 @@ def _add_request(command: argparse.ArgumentParser) -> None:
     _add_sampling(command)
 
 
-def _add_generate(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_generate(commands: _Commands[Parser]) -> None:
     command = _command(commands, "generate", "stream the continuation of a prompt")
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="text, or - to read it from standard input")
@@ -181,7 +182,7 @@ def _add_generate(commands: _Commands[argparse.ArgumentParser]) -> None:
     command.set_defaults(handler=ask.generate)
 
 
-def _add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_chat(commands: _Commands[Parser]) -> None:
     command = _command(commands, "chat", "talk to the model, turn by turn on a terminal")
     command.add_argument("prompt", nargs="?", metavar="MESSAGE", help="one message, or - for standard input")
     command.add_argument("--system", metavar="TEXT", help="system message")
@@ -189,7 +190,7 @@ def _add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
     command.set_defaults(handler=ask.chat)
 
 
-def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_status(commands: _Commands[Parser]) -> None:
     command = _command(commands, "status", "show workers, pools and queues")
     _add_router_address(command)
     form = command.add_mutually_exclusive_group()
@@ -198,7 +199,7 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     command.set_defaults(handler=look.status)
 
 
-def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_health(commands: _Commands[Parser]) -> None:
     command = _command(commands, "health", "exit with 0 if the server is serving, else with 1")
     command.add_argument(
         "address",
@@ -220,7 +221,7 @@ def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
     command.set_defaults(handler=look.health)
 
 
-def _add_models(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_models(commands: _Commands[Parser]) -> None:
     command = _command(commands, "models", "handle models")
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     fetch = _command(actions, "fetch", "fetch a model into the cache ahead of time")
@@ -232,7 +233,7 @@ def _add_models(commands: _Commands[argparse.ArgumentParser]) -> None:
     known.set_defaults(handler=models.list_known)
 
 
-def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_bench(commands: _Commands[Parser]) -> None:
     command = _command(commands, "bench", "load a router, or an OpenAI-compatible server, and measure it")
     command.add_argument("--config", type=Path, default=None, metavar="FILE", help="TOML file with settings")
     add_flags(command, BenchConfig)

@@ -197,6 +197,15 @@ def test_an_empty_router_in_the_environment_is_none(monkeypatch: pytest.MonkeyPa
     [
         ([], "COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
+        (["--frobnicate"], "required: COMMAND (see paceline --help)"),
+        (["generate", "Hi", "--frobnicate"], "unrecognized arguments: --frobnicate (see paceline generate --help)"),
+        (["generate", "Hi", "there"], "unrecognized arguments: there (see paceline generate --help)"),
+        (
+            ["generate", "Hi", "--tempreature=0", "-x"],
+            "unrecognized arguments: --tempreature=0 -x; did you mean --temperature? (see paceline generate --help)",
+        ),
+        (["models", "list", "--all"], "unrecognized arguments: --all (see paceline models list --help)"),
+        (["up", "--pool-bloks=3"], "did you mean --pool-blocks? (see paceline up --help)"),
         (["generate"], "one of the arguments PROMPT --tokens is required"),
         (["generate", "Hi", "--tokens", "1"], "not allowed with"),
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
@@ -213,7 +222,8 @@ def test_a_wrong_command_line_is_explained_with_status_2(
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
 
 
 @pytest.mark.parametrize(
