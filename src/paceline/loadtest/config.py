@@ -114,8 +114,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.slo is None:
                 raise ConfigError("find_goodput: it needs slo_ttft_ms, slo_itl_ms or both to tell what is good")
         elif len(loops) != 1:
-            given = " and ".join(loops) or "none"
-            raise ConfigError(f"exactly one of rate, concurrency and trace must be given, and {given} is")
+            given = f"{' and '.join(loops)} are" if loops else "none is"
+            raise ConfigError(f"exactly one of rate, concurrency and trace must be given, and {given}")
         if self.openai is not None:
             if not self.openai.startswith(("http://", "https://")):
                 raise ConfigError(f"openai: {quote(self.openai)} is not a URL such as http://127.0.0.1:8000/v1")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Self
 
 from paceline.client import AsyncClient, Finish, Loads
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StartupError
 from paceline.loadtest.config import BenchConfig
 from paceline.loadtest.outcome import BROKEN_STREAM, SHORT_ANSWER, STOPPED, STOPPED_MESSAGE, Outcome, Served
 from paceline.loadtest.target import Clock, Send, TargetInfo
@@ -30,11 +30,13 @@ class GrpcTarget:
         await self._client.close()
 
     async def describe(self) -> TargetInfo:
-        """The router's model."""
+        """The router's model. Raises StartupError where another one is asked for: it would refuse each request."""
         info = await self._client.model_info()
+        if self._config.model and self._config.model != info.model:
+            raise StartupError(f"{self._config.router} serves {info.model!r}, and not {self._config.model!r}")
         return TargetInfo(
             address=self._config.router,
-            model=self._config.model or info.model,
+            model=info.model,
             vocab_size=self._config.vocab_size or info.limits.vocab_size,
             context_tokens=info.limits.context_tokens,
         )

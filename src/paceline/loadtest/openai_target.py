@@ -217,6 +217,10 @@ class OpenAiTarget:
                 if response.status != 200:
                     raise StartupError(f"{self._url}{path} answered HTTP {response.status}: {quote(body[:200])}")
                 return body
+        except self._http.ClientResponseError as error:  # bytes came that are no HTTP, such as those of gRPC
+            raise StartupError(
+                f"what listens at {self._url} does not speak HTTP; a router's own port is for --router"
+            ) from error
         except (self._http.ClientError, OSError) as error:
             raise WorkerLost(f"no answer from {self._url}: {error}") from error
 

@@ -25,9 +25,13 @@ _LATENCIES = (
 
 def result_table(result: Result) -> RenderableType:
     """Latencies, then counts and rates, then pools; what went wrong is in red below."""
-    parts: list[RenderableType] = [Text(_title(result)), _latencies(result), _counts(result)]
+    parts: list[RenderableType] = [Text(_title(result))]
     if result.interrupted:
-        parts.insert(1, Text("interrupted: the figures so far", style="yellow"))
+        parts.append(Text("interrupted: the figures so far", style="yellow"))
+    latencies = _latencies(result)
+    if latencies.row_count:  # else nothing was answered
+        parts.append(latencies)
+    parts.append(_counts(result))
     if result.pools:
         parts.append(_pools(result))
     summary = result.summary

@@ -199,7 +199,7 @@ async def test_a_run_whose_verdict_is_clear_is_given_up_and_its_requests_end(rou
 class Interruptible:
     """`paceline bench` as a process; its first requests are answered, the later ones never end."""
 
-    def __init__(self, router: ScriptedRouter, *flags: str, answered: int) -> None:
+    def __init__(self, router: ScriptedRouter, *flags: str, answered: int, tokens: bool = True) -> None:
         self._under_way = threading.Event()
 
         def script(request: router_pb2.GenerateRequest) -> Iterator[router_pb2.GenerateResponse]:
@@ -207,8 +207,9 @@ class Interruptible:
                 yield from answer(request)
                 return
             while not router.cancelled.wait(0.01):
-                yield router_pb2.GenerateResponse(token_ids=[1])
-                self._under_way.set()
+                yield router_pb2.GenerateResponse(token_ids=[1] if tokens else [])
+                if tokens or len(router.requests) == 2:
+                    self._under_way.set()
 
         router.script = script
         command = [sys.executable, "-m", "paceline.cli", "bench", "--output-len=6", "--warmup=0", *flags]
@@ -241,6 +242,14 @@ def test_ctrl_c_ends_the_generators_and_their_requests_and_shows_the_figures_so_
     assert sum(request["output_tokens"] for request in stopped) > 0, "what had come by then counts"
     assert (plots / "throughput.png").exists()
     assert router.cancelled.wait(30)
+
+
+def test_a_run_without_an_answer_shows_no_latencies(router: ScriptedRouter) -> None:
+    status, out, err = Interruptible(router, "--concurrency=2", answered=0, tokens=False).interrupt()
+    assert (status, err) == (130, "")
+    assert "interrupted: the figures so far" in out
+    assert "0 answered, 0 failed, 2 under way at the stop" in out
+    assert "p50" not in out
 
 
 def test_ctrl_c_in_a_search_tells_what_was_found_so_far(router: ScriptedRouter, tmp_path: Path) -> None:
@@ -362,7 +371,12 @@ def test_a_missing_package_is_named_before_the_load(
         (["--rate=1", "--router=127.0.0.1:1"], 1, "127.0.0.1:1: connection refused; is a router running there?"),
         (["--rate=1", "--input-len=2000", "--output-len=49"], 2, "exceed the model's context of 2048"),
         (["--rate=0"], 2, "rate: '0' (from --rate) is not accepted"),
-        (["--rate=1", "--concurrency=1"], 2, "exactly one of rate, concurrency and trace"),
+        (
+            ["--rate=1", "--concurrency=1"],
+            2,
+            "exactly one of rate, concurrency and trace must be given, and rate and concurrency are\n",
+        ),
+        (["--rate=1", "--model=nosuch"], 2, "serves 'tiny', and not 'nosuch'"),
     ],
 )
 def test_what_cannot_be_run_is_said(

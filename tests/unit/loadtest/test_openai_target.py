@@ -28,6 +28,7 @@ from paceline.testing.openai_server import (
     tokens_with_ids,
     usage,
 )
+from paceline.testing.scripted_router import scripted_router
 
 JOB = Job(index=3, at_s=None, input_tokens=4, output_tokens=5)
 PROMPT = [11, 12, 13, 14]
@@ -183,6 +184,17 @@ async def test_a_server_that_is_not_there_is_said() -> None:
         pass
     with pytest.raises(WorkerLost, match="no answer from http://"):
         await describe(gone)
+
+
+async def test_a_port_that_speaks_grpc_is_told_from_a_server_that_is_not_there() -> None:
+    with scripted_router() as router:
+        config = BenchConfig(openai=f"http://{router.address}/v1", rate=1.0, vocab_size=9)
+        async with OpenAiTarget(config, "") as target:
+            with pytest.raises(StartupError) as caught:
+                await target.describe()
+    assert caught.value.message == (
+        f"what listens at http://{router.address}/v1 does not speak HTTP; a router's own port is for --router"
+    )
 
 
 @pytest.mark.model

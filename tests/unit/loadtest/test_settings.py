@@ -13,7 +13,7 @@ from paceline.loadtest.config import BenchConfig, Mode, Slo, load_bench
     ("settings", "named"),
     [
         ({}, "exactly one of rate, concurrency and trace must be given, and none is"),
-        ({"rate": 1.0, "concurrency": 2}, "and rate and concurrency is"),
+        ({"rate": 1.0, "concurrency": 2}, "and rate and concurrency are"),
         ({"find_goodput": True}, "it needs slo_ttft_ms, slo_itl_ms or both"),
         ({"find_goodput": True, "slo_itl_ms": 5.0, "concurrency": 2}, "concurrency leaves no room for"),
         ({"rate": 1.0, "openai": "localhost:8000", "vocab_size": 9}, "'localhost:8000' is not a URL"),
