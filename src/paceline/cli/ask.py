@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Final, TypedDict
 
@@ -15,6 +16,9 @@ from paceline.types import FinishReason
 
 _EXIT_WORDS: Final = frozenset({"/exit", "/quit", "/bye"})
 _RESET_WORD: Final = "/reset"
+_COMMANDS: Final = f"{_RESET_WORD} starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_COMMAND: Final = re.compile(r"/[A-Za-z]*(\s|$)")
+"""A message that begins so is meant for this program; one such as `/etc/hosts?` is not."""
 
 
 def token_ids(text: str) -> list[int]:
@@ -62,7 +66,10 @@ def chat(arguments: argparse.Namespace) -> int:
 def _converse(client: Client, arguments: argparse.Namespace, system: list[Message]) -> int:
     import readline  # noqa: F401 - importing it is what gives input() its line editing
 
-    print(f"{client.model_info().model}. {_RESET_WORD} starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    model = client.model_info()
+    if not model.has_chat_template:  # each message would be refused
+        raise InvalidRequest("chat", f"{model.model} has no chat template: it completes texts, by paceline generate")
+    print(f"{model.model}. {_COMMANDS}.")
     turns = list(system)
     while True:
         try:
@@ -74,6 +81,8 @@ def _converse(client: Client, arguments: argparse.Namespace, system: list[Messag
             return 0
         if said == _RESET_WORD:
             turns = list(system)
+        elif _COMMAND.match(said):
+            print(_COMMANDS if said == "/help" else f"{said.split()[0]} is no command: {_COMMANDS}")
         elif said:
             turns = _turn(client, arguments, [*turns, Message("user", said)])
 

@@ -31,6 +31,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         self.looks = threading.Semaphore(0)  # released with each GetLoads
         self.loads = router_pb2.RouterGetLoadsResponse()
         self.health = health.HealthServicer()
+        self.has_chat_template = True
         self.script: Script = lambda request: iter(words(request.request_id or "drawn", "Hello", " world"))
 
     def Generate(self, request: router_pb2.GenerateRequest, context: Any) -> Iterator[router_pb2.GenerateResponse]:
@@ -54,7 +55,13 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
     def GetModelInfo(self, request: Any, context: Any) -> router_pb2.GetModelInfoResponse:
         """A tiny model with a tokenizer."""
         limits = common_pb2.Limits(vocab_size=1000, context_tokens=2048, pool_blocks=64)
-        return router_pb2.GetModelInfoResponse(model="tiny", limits=limits, eos_token_ids=[2], has_tokenizer=True)
+        return router_pb2.GetModelInfoResponse(
+            model="tiny",
+            limits=limits,
+            eos_token_ids=[2],
+            has_tokenizer=True,
+            has_chat_template=self.has_chat_template,
+        )
 
     def GetServerInfo(self, request: Any, context: Any) -> router_pb2.RouterGetServerInfoResponse:
         """A router of pid 77."""

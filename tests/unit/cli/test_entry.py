@@ -116,17 +116,40 @@ def test_chat_refuses_to_say_nothing(router: ScriptedRouter) -> None:
     assert router.requests == []
 
 
-def test_chat_on_a_terminal_remembers_the_turns_until_it_is_reset(router: ScriptedRouter) -> None:
+def converse(typed: bytes) -> tuple[int, str]:
+    """`paceline chat` on a terminal: its exit status, and what the terminal showed."""
     master, slave = pty.openpty()
     command = [sys.executable, "-P", "-m", "paceline.cli", "chat"]
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
     os.close(slave)
-    os.write(master, b"Hi\nAnd now?\n/reset\nAgain\n/exit\n")
+    os.write(master, typed)
+    shown = b""
     with contextlib.suppress(OSError):  # a pseudo-terminal's way of saying end
-        while os.read(master, 65536):
-            pass
+        while data := os.read(master, 65536):
+            shown += data
     os.close(master)
-    assert process.wait(WAIT_S) == 0
+    return process.wait(WAIT_S), shown.decode()
+
+
+def test_chat_on_a_terminal_does_not_send_commands_to_the_model(router: ScriptedRouter) -> None:
+    status, shown = converse(b"/help\n/clear all\n/etc/hosts has what?\n/exit\n")
+    assert status == 0
+    assert "/clear is no command: /reset starts over, /exit or Ctrl-D leaves" in shown
+    assert shown.count("/reset starts over") == 3, "at the start too"
+    assert [request.chat.messages[-1].content for request in router.requests] == ["/etc/hosts has what?"]
+
+
+def test_chat_with_a_model_that_has_no_chat_is_refused_before_anything_is_typed(router: ScriptedRouter) -> None:
+    router.has_chat_template = False
+    status, shown = converse(b"")
+    assert status == 2
+    assert "error: chat: tiny has no chat template: it completes texts, by paceline generate" in shown
+    assert ">" not in shown
+
+
+def test_chat_on_a_terminal_remembers_the_turns_until_it_is_reset(router: ScriptedRouter) -> None:
+    status, _ = converse(b"Hi\nAnd now?\n/reset\nAgain\n/exit\n")
+    assert status == 0
     asked = [[turn.content for turn in request.chat.messages] for request in router.requests]
     assert asked == [["Hi"], ["Hi", "Hello world", "And now?"], ["Again"]]
 
