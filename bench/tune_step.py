@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ceilings import TINY, ModelShape, ModelWeights, copy_bytes_s
 from gpu_timing import seconds
 from paceline import kernels
 from paceline.kernels.linear_shapes import stream_shape
-from paceline.kernels.modes import let_kernels_overlap
+from paceline.kernels.modes import overlapping
 from paceline.kernels.skinny_linear import stream_weights
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -97,16 +96,6 @@ def by_streaming(x: Tensor, weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     shape = stream_shape(x.shape[0], outputs, inputs, x.element_size())
     return stream_weights(x, weight, None, shape) if x.shape[0] <= 16 else F.linear(x, weight)
-
-
-@contextmanager
-def overlapping(on: bool) -> Iterator[None]:
-    """Kernels captured inside overlap, or not."""
-    let_kernels_overlap(on)
-    try:
-        yield
-    finally:
-        let_kernels_overlap(True)
 
 
 def main() -> None:

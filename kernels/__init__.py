@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels import reference
 from paceline.kernels.dispatch import Backend, backend_for, dispatched, forced
-from paceline.kernels.modes import batch_invariant, kernels_may_overlap, let_kernels_overlap, set_batch_invariant
+from paceline.kernels.modes import batch_invariant, kernels_may_overlap, overlapping, set_batch_invariant
 from paceline.kernels.native.attention import DecodePlan, decode_attention, plan_decode
 from paceline.kernels.native.quantised import attach_quantised, reads_quantised
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
@@ -85,8 +85,8 @@ __all__ = [
     "forced",
     "geglu",
     "kernels_may_overlap",
-    "let_kernels_overlap",
     "linear",
+    "overlapping",
     "plan_attention",
     "qk_norm",
     "reads_quantised",

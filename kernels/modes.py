@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class _Modes:
     batch_invariant: bool = False
-    overlap: bool = True
+    overlap: bool = False
 
 
 _modes = _Modes()
@@ -29,14 +31,21 @@ def batch_invariant() -> bool:
     return _modes.batch_invariant
 
 
-def let_kernels_overlap(on: bool) -> None:
-    """Whether kernels launched or captured from now on may start while the one before ends, on GPUs that can.
+@contextmanager
+def overlapping(on: bool) -> Iterator[None]:
+    """Whether kernels launched or captured inside may start while the one before ends, on GPUs that can.
 
-    They do unless told otherwise: what they compute is the same.
+    For chains of this project's own kernels, each of which waits for the one before it and lets the next one start
+    before that. What others' kernels do while such a chain begins beside them is not known:
+    docs/decisions/overlapping-kernels.md.
     """
-    _modes.overlap = on
+    before, _modes.overlap = _modes.overlap, on
+    try:
+        yield
+    finally:
+        _modes.overlap = before
 
 
 def kernels_may_overlap() -> bool:
-    """Whether they may."""
+    """Whether they may: not unless `overlapping` says so."""
     return _modes.overlap

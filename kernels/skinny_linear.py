@@ -221,6 +221,12 @@ def stream_weights(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Stream
     return out
 
 
+def has_kernel(rows: int, weight: Tensor) -> bool:
+    """Whether `linear` of so many rows is a kernel of ours, not a library's."""
+    outputs, inputs = weight.shape
+    return batch_invariant() or choose(rows, outputs, inputs, weight.element_size()) is not None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As its twin; where streaming the weights is not faster, it is cuBLAS's product."""
     if batch_invariant():

@@ -110,6 +110,8 @@ class GraphRunner(Runner):
         self._last: DeviceStep | None = None
         self.last_shape: StepShape | None = None
         """Of the step that was launched last."""
+        self.compare: Callable[[Tensor, Tensor], None] | None = None
+        """For checks: gets each step's logits, and those of the same kernels launched one by one."""
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -165,13 +167,15 @@ class GraphRunner(Runner):
         else:
             graph.graph.replay()
             logits = graph.logits
+        if self.compare is not None:
+            self.compare(logits, self._forward(shape, overlapping=False))
         token_ids, logprobs = self._sampler.draw(logits, chunks, staging)
         self._latest.index_copy_(0, StepInputs.within(self._ints, shape).slots.long(), token_ids)
         self._known = {}
         self._last = DeviceStep(chunks, staging.results, logprobs, self._record())
         return self._last
 
-    def _forward(self, shape: StepShape) -> Tensor:
+    def _forward(self, shape: StepShape, *, overlapping: bool = True) -> Tensor:
         """Logits [requests, vocab], float32, of what lies in the packed inputs."""
         inputs = StepInputs.within(self._ints, shape)
         token_ids, positions = self._token_ids[: shape.tokens], self._positions[: shape.tokens]
@@ -222,7 +226,17 @@ class GraphRunner(Runner):
             scoring=Scoring(()),
             opened_blocks=rows[0, :0, 0],
         )
-        return self.model.forward(batch, self.pool, _nothing)
+        with kernels.overlapping(overlapping and self._is_a_chain(shape)):
+            return self.model.forward(batch, self.pool, _nothing)
+
+    def _is_a_chain(self, shape: StepShape) -> bool:
+        """Whether all products of such a step are kernels that wait for each other, and none is a library's."""
+        from paceline.kernels.skinny_linear import has_kernel  # Triton comes with it: never on a CPU.
+
+        weights = self.model.weights
+        layer = weights.layers[0]
+        of_tokens = all(has_kernel(shape.tokens, each) for each in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return of_tokens and has_kernel(shape.requests, weights.lm_head)
 
     def _reach(self, window: int | None) -> int:
         context = self._config.context_tokens

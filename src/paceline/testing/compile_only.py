@@ -109,9 +109,15 @@ def main() -> None:
     with kernels.forced(kernels.Backend.TRITON):
         _sampling()
         _scatter()
-        for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 80), (torch.bfloat16, 16)):
-            _others(dtype, head_dim)
-            _attention(dtype, head_dim)
+        for dtype, head_dim, overlap in (
+            (torch.bfloat16, 128, True),
+            (torch.bfloat16, 128, False),
+            (torch.float32, 80, True),
+            (torch.bfloat16, 16, True),
+        ):
+            with kernels.overlapping(overlap):
+                _others(dtype, head_dim)
+                _attention(dtype, head_dim)
 
 
 if __name__ == "__main__":

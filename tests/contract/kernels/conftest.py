@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.kernels import Backend, forced, native
+from paceline.kernels import Backend, forced, native, overlapping
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
@@ -35,6 +35,13 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ba
             pytest.skip(missing.why)
     with forced(request.param):
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def overlap() -> Iterator[None]:
+    """As in steps that are chains of our kernels: elsewhere they compute the same with less in their way."""
+    with overlapping(True):
+        yield
 
 
 @pytest.fixture

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
+from paceline import kernels
 from paceline.checkpoint import resolve
 from paceline.checkpoint.dummy import SHAPES
 from paceline.checkpoint.kv_groups import KvGroups
 from paceline.checkpoint.model_config import ModelConfig
 from paceline.engine import graph_runner
+from paceline.engine.batch import Batch
 from paceline.engine.beams import proposing
 from paceline.engine.engine import Engine
 from paceline.engine.graph_runner import GraphRunner
@@ -162,6 +166,46 @@ def test_unusable_logits_in_flight_spare_a_neighbour_that_is_computed_at_once(ru
     assert isinstance(ended.pop(RequestId("bad")), NumericalError)
     assert ended == {"penalised": None}
     assert engine.pool.free == engine.pool.total
+
+
+def test_only_steps_without_a_librarys_products_overlap(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, bool] = {}
+    forward = runner.model.forward
+
+    def watched(batch: Batch, pool: Tensor, tick: Callable[[], None]) -> Tensor:
+        seen[len(batch.token_ids)] = kernels.kernels_may_overlap()
+        return forward(batch, pool, tick)
+
+    monkeypatch.setattr(runner.model, "forward", watched)
+    monkeypatch.setattr(runner, "_graphs", {})
+    engine = over(runner)
+    for index, length in enumerate((1, 9, 28)):
+        start(engine, str(index), list(range(length)))
+        while engine.has_work:
+            engine.step()
+    assert seen == {1: True, 16: True, 32: False}
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # interpreted
+def test_a_step_of_spoilt_numbers_leaves_nothing_behind(runner: GraphRunner) -> None:
+    """Whatever a shape's graph reads, it has written itself."""
+    prompts = [[token % 100 + 2 for token in range(length)] for length in (1, 9, 16, 28, 32)]
+    prompts += [[*prompt, 2] for prompt in prompts[:2]]
+    expected = [tokens_of(over(runner), f"before {number}", prompt) for number, prompt in enumerate(prompts)]
+    for number, prompt in enumerate(prompts):
+        runner.model.weights.embed[1] = torch.nan
+        assert tokens_of(over(runner), f"bad {number}", [1] * len(prompt)) == []
+        assert tokens_of(over(runner), f"after {number}", prompt) == expected[number]
+
+
+def tokens_of(engine: Engine, name: str, prompt: list[int]) -> list[int]:
+    """What a request alone gets; what came before an error, where it ends in one."""
+    start(engine, name, prompt)
+    tokens: list[int] = []
+    while engine.has_work:
+        for done in engine.step().progress:
+            tokens += done.token_ids
+    return tokens
 
 
 def test_a_scored_prompt_decodes_behind_graphs_as_any_other(runner: GraphRunner) -> None:
