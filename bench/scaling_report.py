@@ -61,9 +61,15 @@ def _ratios(cells: Sequence[Cell]) -> str:
 
 
 def _name(cell: Cell) -> str:
+    seating = _seating(cell)
+    return f"{cell.shape}, {seating}" if seating else cell.shape
+
+
+def _seating(cell: Cell) -> str:
+    """How a worker has its device, where not for itself."""
     if cell.parts:
-        return f"{cell.shape}, 1/{cell.parts} device each"
-    return f"{cell.shape}, {cell.per_device} a device" if cell.per_device > 1 else cell.shape
+        return f"1/{cell.parts} of a device"
+    return f"{cell.per_device} a device" if cell.per_device > 1 else ""
 
 
 def _rate(tier: Tier) -> str:
@@ -88,23 +94,35 @@ def _loads(cells: Sequence[Cell]) -> list[tuple[int, int]]:
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """A column for each load: throughput, goodput, and each tier against its workers. Needs matplotlib."""
+    """A column for each load: throughput, goodput where it was searched, and each tier against its workers.
+
+    Needs matplotlib.
+    """
     from matplotlib.figure import Figure
 
     loads = _loads(cells)
-    figure = Figure(figsize=(5 * len(loads), 10), layout="constrained")
-    axes: Any = figure.subplots(3, len(loads), squeeze=False)
+    rows = [_plot_throughput, *([_plot_goodput] if any(cell.goodput for cell in cells) else []), _plot_tiers]
+    figure = Figure(figsize=(5 * len(loads), 3.5 * len(rows)), layout="constrained")
+    axes: Any = figure.subplots(len(rows), len(loads), squeeze=False)
     for column, load in enumerate(loads):
         chosen = [cell for cell in cells if cell.load == load]
-        _plot_throughput(axes[0][column], chosen)
-        _plot_goodput(axes[1][column], chosen)
-        _plot_tiers(axes[2][column], chosen)
+        for row, draw in enumerate(rows):
+            draw(axes[row][column], chosen)
+    seatings = {_seating(cell) for cell in cells}
+    if len(seatings) == 1 and (seating := seatings.pop()):
+        figure.suptitle(f"Workers: {seating}")
     figure.savefig(path, dpi=120)
+
+
+def _labels(cells: Sequence[Cell]) -> list[str]:
+    """What tells cells of one load apart: how their workers sit only where that differs."""
+    alike = len({_seating(cell) for cell in cells}) == 1
+    return [cell.shape if alike else _name(cell).replace(", ", "\n") for cell in cells]
 
 
 def _plot_throughput(axes: Any, cells: Sequence[Cell]) -> None:
     axes.bar(range(len(cells)), [cell.tokens_per_s for cell in cells])
-    axes.set_xticks(range(len(cells)), [_name(cell).replace(", ", "\n") for cell in cells])
+    axes.set_xticks(range(len(cells)), _labels(cells))
     axes.set(title=f"{cells[0].input_tokens:,} in, {cells[0].output_tokens:,} out", ylabel="tokens/s at saturation")
 
 
@@ -118,7 +136,7 @@ def _plot_goodput(axes: Any, cells: Sequence[Cell]) -> None:
         founds = [cell.goodput.get(limit) for cell in cells]
         at = [index + width * (place - (len(limits) - 1) / 2) for index in range(len(cells))]
         axes.bar(at, [found.passed or 0.0 if found else 0.0 for found in founds], width, label=f"TTFT <= {limit} ms")
-    axes.set_xticks(range(len(cells)), [_name(cell).replace(", ", "\n") for cell in cells])
+    axes.set_xticks(range(len(cells)), _labels(cells))
     axes.set(ylabel=f"goodput, requests/s (ITL p99 <= {cells[0].slo_itl_ms:g} ms)")
     axes.legend()
 
@@ -134,12 +152,17 @@ def _plot_tiers(axes: Any, cells: Sequence[Cell]) -> None:
         one = min(shown, key=lambda each: (each[1].workers, each[0].workers))[1]
         unit = one.tokens_per_s / one.workers or 1.0
         colour = axes.plot([], [], marker=marker, linestyle="none", label=f"{tier}, 1 = {unit:,.0f} tokens/s")[0]
-        for cell, of in shown:
+        shift = -0.06 if tier == "prefill" else 0.06  # beside each other, where both are as many
+        for label, (cell, of) in zip(_labels(cells), shown, strict=True):
             full = getattr(cell, f"{tier}_saturated")
             face = colour.get_color() if full else "none"
-            axes.plot(of.workers, of.tokens_per_s / unit, marker, color=colour.get_color(), markerfacecolor=face)
-            axes.annotate(_name(cell), (of.workers, of.tokens_per_s / unit), fontsize=7)
+            at = (of.workers + shift, of.tokens_per_s / unit)
+            axes.plot(*at, marker, color=colour.get_color(), markerfacecolor=face)
+            side = {"xytext": (-6, 0), "ha": "right"} if tier == "prefill" else {"xytext": (6, 0), "ha": "left"}
+            axes.annotate(label, at, textcoords="offset points", va="center", fontsize=7, **side)
     most = max(cell.workers for cell in cells)
     axes.plot([1, most], [1, most], linestyle=":", color="grey")
+    axes.set_xticks(range(1, most + 1))
+    axes.set_xlim(0.5, most + 0.5)
     axes.set(xlabel="workers of the tier", ylabel="throughput of the tier (filled: saturated)")
     axes.legend()

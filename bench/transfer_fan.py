@@ -304,7 +304,7 @@ def main() -> int:
             )
             if first is None:
                 first = rate
-            elif on_gpu:
+            elif len(set(devices)) > 1:  # within one device there is no link to share, but memory and turns at it
                 report.at_least(f"{pool.transport}, {case}: of {arguments.cases.partition(',')[0]}", rate / first, FAIR)
     return report.finish()
 

@@ -150,7 +150,7 @@ def test_the_best_shape_is_held_against_what_the_smallest_ones_router_said(bench
 
 def test_the_tables_have_tiers_and_goodput_and_say_what_was_not_found(bench: Bench) -> None:
     text = bench("scaling_report").markdown([cell(bench), cell(bench, "2C", per_device=2, devices=1, goodput={})])
-    assert "1P1D, 1/4 device each" in bench("scaling_report").markdown([cell(bench, per_device=4, parts=4)])
+    assert "1P1D, 1/4 of a device" in bench("scaling_report").markdown([cell(bench, per_device=4, parts=4)])
     lines = text.splitlines()
     assert lines[0] == "1,024 tokens in, 128 out, at saturation"
     assert "| 1P1D | 2 | 23.4 | 3,000 | 1,500 | 7.5 | 100 | 99% | 100 | 3 | 10% | 3.2 | prefill |" in lines
