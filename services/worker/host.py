@@ -23,7 +23,7 @@ from paceline.config import WorkerConfig
 from paceline.engine import device, weights
 from paceline.engine.engine import Engine
 from paceline.engine.stats import EngineStats
-from paceline.errors import ConfigError, StartupError
+from paceline.errors import ConfigError, NumericalError, StartupError
 from paceline.kernels import native
 from paceline.kvtransfer import transports
 from paceline.kvtransfer.agent import SETTLE_S, TransferAgent
@@ -90,7 +90,13 @@ def build(config: WorkerConfig, worker: WorkerKey, *, hub: loopback.Hub | None =
     # Nothing lingers in buffers of the in-memory twin.
     settle_s = SETTLE_S if hub is None else 0.0
     agent = TransferAgent(chosen.transport, worker, region, fingerprint, settle_s=settle_s)
-    _warm_up(engine, on_gpu=config.on_gpu)
+    try:
+        _warm_up(engine, on_gpu=config.on_gpu)
+    except NumericalError as error:
+        raise StartupError(
+            f"{config.model} as {dtype}: the first step's logits are NaN or infinite. "
+            f"Its weights are damaged, or too large for {dtype}: try another --dtype"
+        ) from error
     return Host(
         engine,
         agent,
@@ -173,7 +179,8 @@ def use_kernels(config: WorkerConfig) -> None:
 def _warm_up(engine: Engine, *, on_gpu: bool) -> None:
     """Runs prompts and decode steps, so that the first requests do not pay for lazy initialisation.
 
-    On a GPU each kind of sampling is compiled, in each form in which a number of requests is.
+    Raises `NumericalError` where a step gives nothing usable. On a GPU each kind of sampling is compiled, in each form
+    in which a number of requests is.
     """
     ways: list[dict[str, Any]] = [{"temperature": 0.0}]
     batches = [1]
@@ -188,5 +195,7 @@ def _warm_up(engine: Engine, *, on_gpu: bool) -> None:
             sampling = SamplingParams(max_tokens=2, ignore_eos=True, **way)
             engine.add(RequestId(f"warm-up-{next(names)}"), [0], sampling, lease=lease, root=None)
         while engine.has_work:
-            engine.step()
+            for done in engine.step().progress:
+                if done.error is not None:
+                    raise done.error
     engine.stats = EngineStats()  # which are of requests

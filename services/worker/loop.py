@@ -23,7 +23,7 @@ import msgspec
 from paceline import log
 from paceline.config import WorkerConfig
 from paceline.engine.request import Chunk, StepOutput
-from paceline.errors import PacelineError
+from paceline.errors import EngineUnsound, PacelineError
 from paceline.garbage import set_aside_what_lives
 from paceline.kvtransfer.agent import AgentEvents
 from paceline.prefix import KvChange
@@ -39,8 +39,14 @@ POLL_S: Final = 200e-6
 SILENT_POLL_S: Final = 2e-3
 """Longest time between two polls while a write is awaited of which nothing has been heard for long."""
 
+MOST_SPOILT: Final = 16
+"""Prompts in a row with NaN or infinite logits after which the engine is held for unsound: chance, or a prompt that the
+model itself cannot bear, spoils one among others."""
+
 DEVICE_POLL_S: Final = 50e-6
 """Time between two looks at a step or a write of the device's, when there is nothing to launch beside it."""
+
+_log = log.get_logger(__name__)
 
 Command = TypeVar("Command")
 Event = TypeVar("Event", bound=msgspec.Struct)
@@ -170,6 +176,9 @@ class EngineLoop(ABC, Generic[Command, Event]):
             return IDLE
         self.stepped(output)
         stats = self.engine.stats
+        if stats.spoilt_in_a_row >= MOST_SPOILT:
+            self.tell(IDLE)  # of what failed; who is still in hand hears of the engine's end
+            raise EngineUnsound(f"the last {stats.spoilt_in_a_row} prompts all had NaN or infinite logits")
         return Activity(
             step_seconds=output.seconds,
             batch_requests=len(output.progress),
@@ -269,7 +278,10 @@ def main(
     commands: Any,
     policy: Callable[[Host, EngineLink[Any], Any], EngineLoop[Any, Any]],
 ) -> None:
-    """The engine process, from birth to end. `policy` makes the tier's loop from (host, link, config)."""
+    """The engine process, from birth to end. `policy` makes the tier's loop from (host, link, config).
+
+    Exits with 2 where it cannot start, with 3 where it has become unsound.
+    """
     birth = be_born()
     config = birth.configured(config_type)
     log.configure(service, config.log_level, config.log_json, worker=str(birth.worker))
@@ -290,10 +302,15 @@ def main(
     link.send(host.ready)
     loop = policy(host, link, config)
     set_aside_what_lives()
+    linger_ms = 0
     try:
         loop.run()
+    except EngineUnsound as error:
+        _log.error("ending, to be started anew", reason=error.reason, error=error.message)
+        linger_ms = 1000
+        sys.exit(3)
     finally:
         # Whoever reads after the end would read freed memory: the transport goes first.
         with contextlib.suppress(PacelineError):
             host.agent.close()
-        link.close(linger_ms=0)
+        link.close(linger_ms)

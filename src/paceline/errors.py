@@ -26,6 +26,7 @@
     │   └── SlowTransport       the measured bandwidth is under the floor
     ├── EngineError             our fault
     │   ├── NumericalError      NaN or infinite logits in this request's row
+    │   ├── EngineUnsound       NaN or infinite logits for everybody
     │   └── EngineLost          the engine process is gone
     └── StartupError            the process cannot start; the message says what to change
         ├── ConfigError         a setting that does not parse, or contradicts another
@@ -251,6 +252,12 @@ class NumericalError(EngineError):
     """NaN or infinite logits in this request's row; its neighbours are untouched."""
 
     reason = "NUMERICAL_ERROR"
+
+
+class EngineUnsound(EngineError):
+    """The engine computes nothing that can be used any more, for whomever: it must be started anew."""
+
+    reason = "ENGINE_UNSOUND"
 
 
 class EngineLost(EngineError):

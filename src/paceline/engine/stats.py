@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.engine.request import Chunk, Progress
+from paceline.errors import NumericalError
 from paceline.types import Work
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start; they only grow."""
+    """Counters since the start; they only grow, but for `spoilt_in_a_row`."""
 
     steps: int = 0
     step_seconds: float = 0.0
@@ -23,6 +24,7 @@ class EngineStats:
     preemptions: int = 0
     prefix_queried_tokens: int = 0  # prompt tokens of requests that got to sample here, each request once
     prefix_hit_tokens: int = 0  # of those, found in the cache
+    spoilt_in_a_row: int = 0  # prompts that ended in unusable logits since the last one that did not
 
     @property
     def work(self) -> Work:
@@ -49,6 +51,8 @@ class EngineStats:
                 request.counted = True
                 self.prefix_queried_tokens += request.num_prompt
                 self.prefix_hit_tokens += request.cached_tokens
+        if chunk.samples and chunk.end == request.num_prompt:
+            self.spoilt_in_a_row = self.spoilt_in_a_row + 1 if isinstance(done.error, NumericalError) else 0
         if done.ended:
             self.requests_failed += done.error is not None
             self.requests_finished += done.error is None

@@ -240,6 +240,20 @@ def test_a_request_with_broken_kv_fails_alone(weights: Weights) -> None:
     assert (made.pool.free, made.stats.requests_failed) == (64, 1)
 
 
+def test_spoilt_prompts_are_counted_until_one_is_sound(weights: Weights) -> None:
+    made = engine(weights)
+    seen = []
+    for name, token_id in (("a", 1), ("b", 1), ("c", 2), ("d", 1)):
+        kept = weights.embed[token_id].clone()
+        if token_id == 1:
+            weights.embed[token_id] = torch.nan
+        start(made, name, [token_id] * 5)
+        finish(made)
+        weights.embed[token_id] = kept
+        seen.append(made.stats.spoilt_in_a_row)
+    assert seen == [1, 2, 0, 1]
+
+
 def test_the_tick_is_called_in_every_layer(weights: Weights) -> None:
     made, ticks = engine(weights), []
     start(made, "a", prompt(5))

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from paceline.engine.request import StepOutput
+from paceline.errors import EngineUnsound
 from paceline.kvtransfer.transports.transport import Handle, Peer, Piece
 from paceline.services.decode.messages import CallRefused, Over, Redirected, Reserved, WriteGranted
 from paceline.services.prefill.messages import PrefillFailed, Stopped
+from paceline.services.worker.loop import MOST_SPOILT
 from paceline.testing.pair import Pair
 from paceline.types import FinishReason, SamplingParams
 
@@ -36,6 +38,15 @@ def alone(pair: Pair, prompt: list[int], sampling: SamplingParams) -> list[int]:
 def overlapped(tmp_path: Path) -> Pair:
     """Steps are launched ahead and writes follow them, as between two GPUs."""
     return Pair(tmp_path, overlapped=True)
+
+
+def test_an_engine_that_spoils_every_prompt_tells_of_them_and_ends(pair: Pair) -> None:
+    pair.prefill.engine.runner.model.weights.final_norm.fill_(torch.nan)  # type: ignore[attr-defined]
+    with pytest.raises(EngineUnsound, match=f"the last {MOST_SPOILT} prompts all had NaN or infinite logits"):
+        for number in range(MOST_SPOILT + 1):
+            pair.start(f"r{number}", PROMPT[:20], GREEDY)
+            pair.pump(3)
+    assert [event.failure.reason for event in pair.take_prefill(PrefillFailed)] == ["NUMERICAL_ERROR"] * MOST_SPOILT
 
 
 @pytest.mark.parametrize("launched_ahead", [False, True])
