@@ -19,7 +19,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model by the name that `--model` takes. `path` is None for one that has no file here."""
 
     name: str
-    nbytes: int | None  # of its files, fetched or to be fetched; None for one that is built in
+    nbytes: int | None  # of its files on disk, here or once they are fetched; None for one that is built in
     path: Path | None
 
 
@@ -30,7 +30,7 @@ def known_models(cache_dir: Path) -> Iterator[KnownModel]:
         if is_whole(file, model):
             yield KnownModel(name=model.name, nbytes=model.file_bytes, path=file)
         else:
-            yield KnownModel(name=model.name, nbytes=model.wheel_bytes, path=None)
+            yield KnownModel(name=model.name, nbytes=model.file_bytes, path=None)
     yield from _of_hub(cache_dir / "hub")
     for shape in dummy.SHAPES:
         yield KnownModel(name=f"{DUMMY_PREFIX}{shape}", nbytes=None, path=None)

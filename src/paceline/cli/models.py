@@ -30,7 +30,7 @@ def list_known(arguments: argparse.Namespace) -> int:
             return str(model.path)
         return "built in: random weights" if model.nbytes is None else "not fetched"
 
-    rows = [("model", "size", "kept in")]
+    rows = [("model", "size on disk", "kept in")]
     for model in known_models(config.cache_dir):
         rows.append((model.name, "-" if model.nbytes is None else byte_size(model.nbytes), place(model)))
     name_width, size_width = (max(len(row[column]) for row in rows) for column in (0, 1))

@@ -453,8 +453,8 @@ def test_models_fetch_names_a_built_in_model(capsys: pytest.CaptureFixture[str])
 def test_models_list_shows_names_sizes_and_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "list", f"--cache-dir={tmp_path}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["model", "size", "kept", "in"]
-    assert ["smollm2-135m-instruct", "88.6", "MiB", "not", "fetched"] in rows
+    assert rows[0] == ["model", "size", "on", "disk", "kept", "in"]
+    assert ["smollm2-135m-instruct", "93.8", "MiB", "not", "fetched"] in rows, "the same as once it is fetched"
     assert ["dummy:tiny", "-", "built", "in:", "random", "weights"] in rows
 
 
