@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_timing import seconds
+from gpus import require
 
 DECODE_ROWS: Final = (1, 16, 64, 128, 256)
 PREFILL_ROWS: Final = (512, 1024, 4096)
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: to try the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require(args.device)
     found = measure(torch.device(args.device), TINY if args.quick else None, quick=args.quick)
     print(found.text)
     if args.json:

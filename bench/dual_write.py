@@ -41,6 +41,7 @@ from torch import Tensor
 
 from dual_store import PeerPool, rope_and_store_twice
 from gpu_timing import seconds
+from gpus import require
 from paceline import kernels
 from paceline.checkpoint import ModelConfig, read_config, resolve
 from paceline.engine.block_pool import BlockPool
@@ -285,9 +286,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, interpreted: tries the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not args.quick and torch.cuda.device_count() < 2:
-        print("dual_write needs two GPUs", file=sys.stderr)
-        return 2
+    if not args.quick:
+        require("cuda:0", "cuda:1")
     device = torch.device("cpu" if args.quick else args.device)
     tokens, chunks, rounds = (32, 2, 1) if args.quick else (args.tokens, args.chunks, args.rounds)
     source = resolve("dummy:tiny" if args.quick else "dummy:llama-3.1-8b", cache_dir=Path("unused"))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ceilings import ModelShape, copy_bytes_s, matrix_flops
 from gpu_timing import seconds
+from gpus import require
 from paceline import kernels
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 from paceline.types import BLOCK_TOKENS, blocks_for
@@ -152,6 +153,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, interpreted: tries the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require("cpu" if args.quick else args.device)
     torch.manual_seed(0)
     device = torch.device("cpu" if args.quick else args.device)
     shape = ModelShape(heads=4, kv_heads=2, head_dim=16, layers=2) if args.quick else ModelShape()

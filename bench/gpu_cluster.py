@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from cluster import Cluster
 from gpu_loads import COLOCATED, ROWS, Load, run_load, show, steady_gaps
+from gpus import require
 from memory import device_memory, host_memory
 from paceline.client import worker_info
 from paceline.loadtest.config import BenchConfig
@@ -223,6 +224,7 @@ def main() -> int:
     parser.add_argument("--name", default="gpu-cluster")
     args = parser.parse_args()
     first, _, second = ("cpu,cpu" if args.quick else args.devices).partition(",")
+    require(first, second or first)
     flags = () if args.quick else tuple(args.flags.split())
     model = "dummy:tiny" if args.quick else args.model
     means = Means(args.paceline, (first, second), model, flags, args.quick)

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from gpu_timing import event, seconds
+from gpus import require
 from paceline.checkpoint import ModelConfig, read_config, resolve
 from paceline.engine import weights
 from paceline.engine.device import create_runner, open_device
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="*", default=(), help="batches to profile, at the first context")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require(args.device)
     device = open_device(args.device)
     started = time.perf_counter()
     copy, flops = copy_bandwidth(device), matrix_flops(device)

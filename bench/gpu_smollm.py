@@ -15,6 +15,7 @@ import msgspec
 import torch
 from typing_extensions import TypeIs
 
+from gpus import require
 from paceline.checkpoint import ModelConfig, Source, read_config, resolve
 from paceline.client import Message
 from paceline.engine import weights
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache/paceline")
     args = parser.parse_args()
+    require(args.device)
     with Report("gpu-smollm") as report:
         source = resolve(args.model, cache_dir=args.cache_dir, offline=True)
         config = msgspec.structs.replace(read_config(source), context_tokens=2048)

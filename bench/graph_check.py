@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from gpus import require
 from mps import Parts
 from paceline import kernels
 from paceline.checkpoint import read_config, resolve
@@ -141,6 +142,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.device, args.model = "cpu", "dummy:tiny"
+    require(args.device)
     if args.overlap:
         GraphRunner._is_a_chain = lambda self, shape: True  # type: ignore[method-assign]
     report = Report("graph-check")

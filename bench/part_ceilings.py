@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.nn.functional as F
 
+from gpus import require
 from mps import Parts
 from report import Report
 
@@ -98,6 +99,7 @@ def main() -> int:
     parser.add_argument("--parts", type=int, default=6, help="of the GPU, of which each process has one")
     parser.add_argument("--most", type=int, default=4, help="processes at once")
     arguments = parser.parse_args()
+    require("cuda:0")
     report = Report(f"part-ceilings-{arguments.parts}")
     with report, Parts(arguments.parts) as parts:
         os.environ.update(parts.env)

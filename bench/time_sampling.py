@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_timing import seconds
+from gpus import require
 from paceline import kernels
 from paceline.kernels import reference
 
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, interpreted: tries the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require("cpu" if args.quick else args.device)
     if args.quick:
         args.device, args.rows, args.vocab = "cpu", (1, 3), 700
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from gpu_timing import seconds
+from gpus import require
 from paceline.kvtransfer.transports import cuda_ipc, nixl, ucxx
 from paceline.kvtransfer.transports.transport import Piece
 from paceline.types import BLOCK_TOKENS
@@ -123,9 +124,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="pools in host memory: tries the program")
     parser.add_argument("--results", type=Path, help="folder for the JSON, in place of bench/results")
     arguments = parser.parse_args()
-    if not arguments.quick and torch.cuda.device_count() < 2:
-        print("transfer needs two GPUs", file=sys.stderr)
-        return 2
+    if not arguments.quick:
+        require("cuda:0", "cuda:1")
     setup = HOST if arguments.quick else GPUS
     setup = setup if arguments.repeats is None else replace(setup, repeats=arguments.repeats)
     names = list(SHAPES) if arguments.cuts is None else arguments.cuts.split(";")

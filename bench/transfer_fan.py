@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from gpu_timing import seconds
+from gpus import require
 from paceline.kvtransfer.region import DeviceKind, Region
 from paceline.kvtransfer.transfer import merge
 from paceline.kvtransfer.transports import create
@@ -281,6 +282,7 @@ def main() -> int:
     parser.add_argument("--outstanding", type=int, default=4, help="writes under way from each writer to each target")
     arguments = parser.parse_args()
     devices = arguments.devices.split(",")
+    require(*devices)
     on_gpu = devices != ["cpu"]
     # As Llama-3-8B's in bfloat16; on a CPU as SmolLM2's in float32, and few of them.
     blocks, block_bytes, prompt_blocks = (

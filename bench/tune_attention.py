@@ -24,6 +24,7 @@ from torch import Tensor
 from ceilings import copy_bytes_s
 from gpu_compile import compile_all
 from gpu_timing import seconds
+from gpus import require
 from paceline.kernels.attention_decode import decode_attention
 from paceline.kernels.attention_tile import TileShape, tile_shape
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one tiny point: to try the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require(args.device)
     started = time.monotonic()
     device = torch.device(args.device)
     points = ((2, 130),) if args.quick else POINTS + MORE

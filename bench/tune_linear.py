@@ -26,6 +26,7 @@ from torch import Tensor
 from ceilings import TINY, ModelShape, ModelWeights, copy_bytes_s
 from gpu_compile import compile_all
 from gpu_timing import seconds
+from gpus import require
 from paceline.kernels import gemv, skinny_linear
 from paceline.kernels.linear_shapes import GemvShape, StreamShape, stream_shape
 
@@ -199,6 +200,7 @@ def main() -> None:
     if args.measured:
         write_table([point for path in args.measured for point in json.loads(path.read_text())], args.table)
         return
+    require(args.device)
     started = time.monotonic()
     device = torch.device(args.device)
     bandwidth = copy_bytes_s(device, 2**20 if args.quick else 2**31)

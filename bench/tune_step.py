@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ceilings import TINY, ModelShape, ModelWeights, copy_bytes_s
 from gpu_timing import seconds
+from gpus import require
 from paceline import kernels
 from paceline.kernels.linear_shapes import stream_shape
 from paceline.kernels.modes import overlapping
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: to try the program")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require(args.device)
     torch.manual_seed(0)
     device = torch.device(args.device)
     bandwidth = copy_bytes_s(device, 2**20 if args.quick else 2**31)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,41 @@ def test_attention_over_strewn_blocks_is_that_of_float64() -> None:
     done = _run(str(BENCH / "full_pool.py"), "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 of 6 points are wrong" in done.stdout and "takes 27 blocks of 12" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [
+        ("ceilings.py", "the GPU cuda:0"),
+        ("dual_write.py", "the GPUs cuda:0 and cuda:1"),
+        ("full_pool.py", "the GPU cuda:0"),
+        ("gpu_cluster.py rows", "the GPUs cuda:0 and cuda:1"),
+        ("gpu_cluster.py colocated --devices cuda:3", "the GPU cuda:3"),
+        ("gpu_engine.py", "the GPU cuda:0"),
+        ("gpu_smollm.py", "the GPU cuda:0"),
+        ("graph_check.py", "the GPU cuda:0"),
+        ("part_ceilings.py", "the GPU cuda:0"),
+        ("time_sampling.py", "the GPU cuda:0"),
+        ("transfer.py", "the GPUs cuda:0 and cuda:1"),
+        ("transfer_fan.py --devices cuda:0,cuda:1", "the GPUs cuda:0 and cuda:1"),
+        ("tune_attention.py", "the GPU cuda:0"),
+        ("tune_linear.py", "the GPU cuda:0"),
+        ("tune_step.py", "the GPU cuda:0"),
+    ],
+)
+def test_a_bench_without_its_gpus_says_so_in_one_line(
+    bench: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    needed: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as caught:
+        bench(command.partition(".py")[0]).main()
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", f"{command.split()[0]} needs {needed}: torch {torch.__version__} finds 0 here\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bench compiles it")
