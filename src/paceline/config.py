@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import stat
 from collections.abc import Mapping
@@ -418,9 +419,16 @@ def ensure_run_dir(path: Path) -> Path:
         status = path.lstat()
     except OSError as error:
         raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"run_dir: {path} must be a folder, and no link; one that is not there yet is made")
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"run_dir: {path} must be a folder of user {os.getuid()} with mode 0700, "
-            f"and is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}"
+            f"and is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}: {_mend(path, status.st_uid)}"
         )
     return path
+
+
+def _mend(path: Path, owner: int) -> str:
+    other = "give another one, which is made where it is not there yet"
+    return f"chmod 700 {shlex.quote(str(path))}, or {other}" if owner == os.getuid() else other

@@ -182,6 +182,18 @@ def test_a_port_in_use_is_said_at_once_with_status_2(start: Callable[..., Up]) -
     assert second.output == f"error: port {port} of 127.0.0.1 cannot be listened on: Address already in use\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_no_worker_can_have_is_said_once(
+    start: Callable[..., Up], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    up = start("--cuda-index=0", terminal=terminal)
+    assert up.wait() == 2
+    up.read(0.1)
+    assert up.output.count("error: device cuda:0: ") == 1
+    assert re.search(r"error: (prefill|decode)-0 cannot start \(exit status 2\)", up.output)
+
+
 def test_a_role_that_keeps_dying_ends_up_with_its_name_and_last_lines(start: Callable[..., Up], tmp_path: Path) -> None:
     up = start("--prefill=0", "--max-deaths=2", f"--log-dir={tmp_path / 'logs'}").until_ready()
     for _ in range(2):

@@ -22,6 +22,7 @@ from paceline.cli.supervisor import Died, Event, Failure, Started, describe_stat
 from paceline.errors import StartupError
 from paceline.log import get_logger
 
+_ERROR: Final = b"error: "
 _COLOURS: Final = {"router": "cyan", "prefill": "green", "decode": "magenta"}
 
 log = get_logger(__name__)
@@ -38,6 +39,7 @@ class Screen:
         self._pids: dict[str, int] = {}
         self._states: Mapping[str, bool] = dict.fromkeys(names, False)
         self._files: dict[str, IO[bytes]] = {}
+        self._errors: set[bytes] = set()  # that roles ended with, as shown
         self._live = Live(console=self._console, transient=True, refresh_per_second=8) if terminal else None
 
     def __enter__(self) -> Screen:
@@ -63,6 +65,8 @@ class Screen:
         with contextlib.suppress(OSError):
             if name in self._files:
                 self._files[name].write(line + b"\n")
+            if self._is_known_error(line):
+                return
             if self._terminal:
                 self._print(name, Text.from_ansi(line.decode("utf-8", "replace")))
             else:
@@ -73,6 +77,8 @@ class Screen:
         """A role's process started or died."""
         if isinstance(event, Started):
             self._pids[event.name] = event.pid
+        else:
+            self._errors.clear()  # what its next life says is to be read again
         if not self._terminal:
             self._log_event(event)
         elif isinstance(event, Died):
@@ -117,8 +123,18 @@ class Screen:
         """Why everything was stopped: the role's last lines, then what happened in one line of red."""
         self._end_live()
         for line in failure.lines:
+            if line.encode() in self._errors:
+                continue
             self._console.print(Text(f"  {failure.name} | {line}", style="dim"))
         self._console.print(Text(f"error: {failure.describe()}", style="bold red"))
+
+    def _is_known_error(self, line: bytes) -> bool:
+        """True for the last word of a role which another one ended with: of one mistake all workers say the same."""
+        if not line.startswith(_ERROR):
+            return False
+        known = line in self._errors
+        self._errors.add(line)
+        return known
 
     def _log_event(self, event: Event) -> None:
         if isinstance(event, Started):

@@ -216,11 +216,21 @@ def test_a_run_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="0777"):
+    with pytest.raises(ConfigError) as caught:
         ensure_run_dir(folder)
+    assert caught.value.message == (
+        f"run_dir: {folder} must be a folder of user {os.getuid()} with mode 0700, and is user {os.getuid()}'s with "
+        f"mode 0777: chmod 700 {folder}, or give another one, which is made where it is not there yet"
+    )
+
+
+def test_a_run_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match=r"run_dir: .* cannot be made: File exists"):
+        ensure_run_dir(tmp_path / "run")
 
 
 def test_a_run_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="run_dir"):
+    with pytest.raises(ConfigError, match="must be a folder, and no link"):
         ensure_run_dir(tmp_path / "run")
