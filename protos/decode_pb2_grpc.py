@@ -102,7 +102,8 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ClaimWrite(self, request, context):
-        """ClaimWrite makes the caller the one writer of a reservation's attempt, and tells it where to write.
+        """ClaimWrite makes the caller the one writer of a reservation's attempt, and tells it where to write. It may come a
+        moment before the reservation does, and waits for that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import grpc
 import msgspec
@@ -18,6 +18,7 @@ from paceline import log, wire
 from paceline.config import DecodeConfig
 from paceline.errors import AlreadyLanded, DeadlineExceeded, InvalidRequest, PacelineError
 from paceline.protos import decode_pb2, decode_pb2_grpc
+from paceline.services.decode.arrivals import Arrivals
 from paceline.services.decode.engine_calls import EngineCalls
 from paceline.services.decode.messages import (
     CallRefused,
@@ -46,6 +47,9 @@ from paceline.services.worker.front import WorkerFront
 from paceline.services.worker.registration import PeerInfo
 from paceline.types import ReservationId, Role, WorkerKey, WorkerLoad, check_prompt
 
+EARLY_CLAIM_S: Final = 1.0
+"""How long a claim waits here for its reservation; its writer asks again after that."""
+
 _log = log.get_logger(__name__)
 
 
@@ -61,6 +65,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         super().__init__(config)
         self._streams: dict[ReservationId, RequestStream] = {}
         self._token_streams: dict[str, TokenStream] = {}  # by their callers' names
+        self._arrivals = Arrivals()
         self._calls = EngineCalls()
         self._writers = Writers(self.send, self._resolve, self.background)
 
@@ -152,6 +157,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             cause: Literal["stream_lost", "deadline"] = "stream_lost"
             try:
                 self.send(command)
+                self._arrivals.came(reservation)
                 over = False
                 while not over:
                     for event in joined(await stream.take()):
@@ -201,12 +207,17 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             peer = await self.registration.resolve(writer)
             if not hmac.compare_digest(peer.claim_token, request.claim_token):
                 raise InvalidRequest("claim_token", f"is not the one that {writer} registered with")
+            reservation = ReservationId(request.reservation_id)
+            if reservation not in self._streams:
+                # The router calls both tiers at once, and a call with a prompt takes longer to read than this one. Were
+                # it refused, the writer would ask again after a pause, and a short prompt would wait for that.
+                await self._arrivals.wait(reservation, EARLY_CLAIM_S)
             self._writers.granting(writer, peer.lock_id)
             granted = await self._calls.ask(
                 self.send,
                 lambda call_id: ClaimWrite(
                     call_id=call_id,
-                    reservation_id=ReservationId(request.reservation_id),
+                    reservation_id=reservation,
                     attempt=request.attempt,
                     writer=writer,
                     fingerprint=fingerprint_from_proto(request.fingerprint),

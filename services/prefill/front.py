@@ -2,7 +2,7 @@
 
 A call hands the prompt to the engine at once and claims the destination meanwhile; the engine posts nothing before the
 claim is granted. The claim may reach the decode worker before the reservation does, for the router sends both at once:
-it is repeated for a moment.
+it waits there for a moment, and is repeated here for another.
 """
 
 from __future__ import annotations

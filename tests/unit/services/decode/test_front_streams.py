@@ -13,8 +13,10 @@ import pytest
 from paceline import wire
 from paceline.errors import Draining, InvalidRequest, NumericalError, StaleEpoch
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc
+from paceline.services.decode import front as front_module
 from paceline.services.decode.front import DecodeFront
 from paceline.services.decode.messages import (
+    ClaimWrite,
     DecodeEvent,
     DecodeReport,
     EndRequest,
@@ -23,10 +25,12 @@ from paceline.services.decode.messages import (
     Reserve,
     Reserved,
 )
+from paceline.services.worker.convert import fingerprint_to_proto
 from paceline.services.worker.messages import Failure
+from paceline.services.worker.registration import PeerInfo
 from paceline.testing.decode_front import decode_front
 from paceline.testing.scripted_workers import PATIENCE_S
-from paceline.types import FinishReason, ReservationId, WorkerLoad
+from paceline.types import FinishReason, ReservationId, WorkerKey, WorkerLoad
 
 NAME = "the router's"
 
@@ -245,3 +249,49 @@ async def test_a_token_stream_of_another_life_or_without_a_name_is_refused(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bench.stub.StreamTokens(request_, timeout=PATIENCE_S).read()
     assert isinstance(wire.error_from_rpc(caught.value), error)
+
+
+class Known:
+    """Stands for the registration: every prefill worker is known, with the token "t"."""
+
+    async def resolve(self, key: WorkerKey) -> PeerInfo:
+        return PeerInfo(key=key, address="127.0.0.1:1", lock_id="lock", claim_token=b"t")
+
+
+def claim(bench: Bench, reservation: str) -> Any:
+    request = decode_pb2.ClaimWriteRequest(
+        reservation_id=reservation,
+        attempt=1,
+        decode_epoch=1,
+        writer=wire.key_to_proto(WorkerKey("p0", 1)),
+        claim_token=b"t",
+        fingerprint=fingerprint_to_proto(bench.front.ready.fingerprint),
+    )
+    return bench.stub.ClaimWrite(request, timeout=PATIENCE_S)
+
+
+async def test_a_claim_that_comes_before_its_reservation_reaches_the_engine_behind_it(bench: Bench) -> None:
+    bench.front.registration = Known()  # type: ignore[assignment]
+    early = claim(bench, "r")
+    await until(lambda: len(bench.front._arrivals) == 1)
+    assert bench.engine.commands == []
+    call = bench.generate("r")
+    await bench.told(ClaimWrite)
+    assert [type(command) for command in bench.engine.commands] == [Reserve, ClaimWrite]
+    assert len(bench.front._arrivals) == 0
+    for waiting in (early, call):
+        waiting.cancel()
+
+
+async def test_a_claim_whose_reservation_never_comes_is_the_engines_to_refuse(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.front.registration = Known()  # type: ignore[assignment]
+    monkeypatch.setattr(front_module, "EARLY_CLAIM_S", 0.05)
+    early = claim(bench, "never")
+    await bench.told(ClaimWrite)
+    early.cancel()
+    given_up = claim(bench, "given up")
+    await until(lambda: len(bench.front._arrivals) == 1)
+    given_up.cancel()
+    await until(lambda: len(bench.front._arrivals) == 0)
