@@ -209,15 +209,17 @@ class Fleet:
         return client
 
     def limits(self, own: Limits) -> Limits:
-        """The limits that are enforced: the least of `own` and of each live decode worker's."""
+        """The limits that are enforced: those of the roomiest live decode worker, within `own`.
+
+        A smaller one beside it gets what fits it: one that was started with too little must not shut everybody out.
+        """
         decodes = [worker.info.limits for worker in self.registry if worker.info.role is Role.DECODE]
-        every = [own, *decodes]
-        tightest = min(every, key=lambda limits: limits.pool_blocks)
+        roomiest = max(decodes, key=lambda limits: (limits.context_tokens, limits.pool_blocks), default=own)
         return Limits(
-            vocab_size=min(limits.vocab_size for limits in every),
-            context_tokens=min(limits.context_tokens for limits in every),
-            pool_blocks=tightest.pool_blocks,
-            most_blocks=tightest.most_blocks,
+            vocab_size=min(limits.vocab_size for limits in (own, *decodes)),
+            context_tokens=min(own.context_tokens, roomiest.context_tokens),
+            pool_blocks=roomiest.pool_blocks,
+            most_blocks=roomiest.most_blocks,
         )
 
     @property

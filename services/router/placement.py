@@ -51,6 +51,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks by which a decode worker of these limits admits it."""
         return blocks_to_admit(self.prompt_tokens, self.max_tokens, limits.most_blocks)
 
+    def fits(self, limits: Limits) -> bool:
+        """Whether a decode worker of these limits can ever serve it."""
+        needed = self.prompt_tokens + self.max_tokens
+        return (
+            needed <= limits.context_tokens and blocks_in_groups(needed - 1, limits.most_blocks) <= limits.pool_blocks
+        )
+
     def prompt_blocks(self, limits: Limits) -> int:
         """Blocks on a prefill worker of these limits, until they are handed over."""
         return blocks_in_groups(self.prompt_tokens, limits.most_blocks)
@@ -93,7 +100,9 @@ def least_loaded(ask: Ask, workers: Sequence[WorkerView], policy: Policy) -> Cho
         (
             worker
             for worker in workers
-            if _takes(worker, Role.DECODE) and worker.headroom_blocks >= ask.blocks(worker.limits)
+            if _takes(worker, Role.DECODE)
+            and worker.headroom_blocks >= ask.blocks(worker.limits)
+            and ask.fits(worker.limits)
         ),
         key=lambda worker: (-worker.headroom_blocks, worker.requests, worker.key),
     )

@@ -244,7 +244,7 @@ class Relay:
         fleet = self._means.fleet
         placed = fleet.place(self._ask)
         if placed is None:
-            # A worker that registered meanwhile may hold less than those known when the request came.
+            # The worker that could have held it may be gone since the request came.
             check_lengths(
                 self._ask.prompt_tokens,
                 max_tokens=self._ask.max_tokens,

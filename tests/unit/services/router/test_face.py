@@ -104,6 +104,18 @@ async def test_model_and_server_info_show_the_limits_that_are_enforced() -> None
         assert server.role == common_pb2.ROLE_UNSPECIFIED and not server.HasField("worker")
 
 
+async def test_a_worker_that_was_started_too_small_shuts_nobody_out() -> None:
+    async with (
+        scripted_decode("d0", pool_blocks=64) as large,
+        scripted_decode("d1", pool_blocks=1) as small,
+        router_bench() as router,
+    ):
+        for decode in (small, large):
+            await router.register(decode)
+        model = await router.stub.GetModelInfo(router_pb2.GetModelInfoRequest())
+        assert model.limits.pool_blocks == 64
+
+
 async def test_a_worker_with_an_impossible_load_is_refused_and_spoils_nobodys_view() -> None:
     load = common_pb2.Load(tick_age=Duration(seconds=2**63 - 1))
     async with scripted_decode("d0") as good, scripted_decode("d1") as bad, router_bench() as router:

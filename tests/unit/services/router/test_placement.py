@@ -22,6 +22,9 @@ from paceline.services.router.placement import (
 from paceline.types import Limits, Role, WorkerKey
 
 LIMITS = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100)
+SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
+SHORT = Limits(vocab_size=512, context_tokens=100, pool_blocks=100)
+WINDOWED = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100, most_blocks=(None, 4, 4))
 ASK = Ask(prompt_tokens=100, max_tokens=61)  # ten blocks
 AUTO = Policy(prefill_slots=2)
 
@@ -67,15 +70,21 @@ def test_a_decode_worker_that_cannot_take_it_is_passed_over(out: dict[str, Any])
     assert least_loaded(ASK, [p(), d("d0", **out)], AUTO) is None
 
 
+@pytest.mark.parametrize("limits", [SMALL, SHORT])
+def test_a_decode_worker_that_is_too_small_for_it_is_passed_over(limits: Limits) -> None:
+    small = d("d0", limits=limits, headroom_blocks=99)
+    assert names(least_loaded(ASK, [p(), small, d("d1")], AUTO)) == ("d1", "p0")
+    assert least_loaded(ASK, [p(), small], AUTO) is None
+    fitting = Ask(prompt_tokens=50, max_tokens=40)
+    assert names(least_loaded(fitting, [p(), small, d("d1")], AUTO)) == ("d0", "p0")
+
+
 @pytest.mark.parametrize("busy", [{"rests": True}, {"claims": 2}, {"headroom_blocks": 6}])
 def test_where_prefill_workers_are_merely_busy_the_request_waits(busy: dict[str, Any]) -> None:
     assert least_loaded(ASK, [p(**busy), d()], AUTO) is None
     assert names(least_loaded(ASK, [p("p0", **busy), p("p1", pending_tokens=10**6), d()], AUTO)) == ("d0", "p1")
 
 
-SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
-SHORT = Limits(vocab_size=512, context_tokens=100, pool_blocks=100)
-WINDOWED = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100, most_blocks=(None, 4, 4))
 OUT: list[dict[str, Any]] = [
     {"alive": False},
     {"fingerprint": b"other"},
@@ -152,12 +161,12 @@ def test_every_choice_is_one_that_its_workers_can_take(ask: Ask, workers: list[W
     choice = least_loaded(ask, workers, policy)
     if choice is None:
         able = [view for view in workers if view.role is Role.DECODE and view.alive and not view.rests]
-        full = all(view.headroom_blocks < ask.blocks(view.limits) for view in able)
+        full = all(view.headroom_blocks < ask.blocks(view.limits) or not ask.fits(view.limits) for view in able)
         assert policy.local_prefill is not LocalPrefill.ALWAYS or full
         return
     decode = by_key[choice.decode]
     assert decode.role is Role.DECODE and decode.alive and not decode.rests
-    assert decode.headroom_blocks >= ask.blocks(decode.limits)
+    assert decode.headroom_blocks >= ask.blocks(decode.limits) and ask.fits(decode.limits)
     assert (choice.prefill is None) == (choice.local_reason is not None)
     if choice.prefill is None:
         assert policy.local_prefill is not LocalPrefill.NEVER

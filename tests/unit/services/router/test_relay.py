@@ -904,12 +904,20 @@ async def test_a_prompt_that_fits_no_decode_worker_is_refused_at_once(cluster: C
     c = await cluster()
     error = await c.router.ask([5] * 2_000, max_tokens=100).error()
     assert isinstance(error, PromptTooLong)
+    async with scripted_decode("small", pool_blocks=4) as small, router_bench() as router:
+        await router.register(small)
+        assert "the pool has 4" in (await router.ask([5] * 100).error()).message
+
+
+async def test_a_prompt_goes_to_the_decode_worker_that_it_fits_where_another_is_too_small(cluster: Clusters) -> None:
+    c = await cluster()
     async with scripted_decode("small", pool_blocks=4) as small:
-        waiting = c.router.ask()
-        await (await c.prefill.next_call()).reply(ids_of("a"), finish=FinishReason.STOP)
-        await waiting.finish()
         await c.router.register(small)
-        assert "the pool has 4" in (await c.router.ask([5] * 100).error()).message
+        for _ in range(3):
+            asking = c.router.ask([5] * 100)
+            await (await c.prefill.next_call()).reply(ids_of("a"), finish=FinishReason.STOP)
+            await asking.finish()
+        assert small.idle
 
 
 async def test_a_client_that_reads_too_slowly_is_cut_off(cluster: Clusters) -> None:
