@@ -238,9 +238,7 @@ def main() -> None:
         max_requests=args.max_requests,
         runner=runner,
     )
-    # Of the embedding a step reads a row a token alone.
-    read = loaded.nbytes - (0 if config.tied_embeddings else loaded.embed.nbytes)
-    bench = Bench(engine, config, weight_bytes=read, copy_bytes_s=copy, flops=flops)
+    bench = Bench(engine, config, weight_bytes=loaded.step_nbytes, copy_bytes_s=copy, flops=flops)
     for length in args.prompts:
         bench.prefill(length)
     for context in args.contexts:

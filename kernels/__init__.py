@@ -12,7 +12,7 @@ from paceline.kernels import reference
 from paceline.kernels.dispatch import Backend, backend_for, dispatched, forced
 from paceline.kernels.modes import batch_invariant, kernels_may_overlap, overlapping, set_batch_invariant
 from paceline.kernels.native.attention import DecodePlan, decode_attention, plan_decode
-from paceline.kernels.native.quantised import attach_quantised, reads_quantised
+from paceline.kernels.native.quantised import attach_quantised, nbytes_read, reads_quantised
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 from paceline.kernels.reference import ScatterCut, rope_tables, sampling_keys, store_rows
 
@@ -86,6 +86,7 @@ __all__ = [
     "geglu",
     "kernels_may_overlap",
     "linear",
+    "nbytes_read",
     "overlapping",
     "plan_attention",
     "qk_norm",

@@ -152,18 +152,24 @@ class Work(_message.Message):
     def __init__(self, busy: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("vocab_size", "context_tokens", "pool_blocks", "most_blocks", "batch_requests")
+    __slots__ = ("vocab_size", "context_tokens", "pool_blocks", "most_blocks", "batch_requests", "step_weight_bytes", "block_bytes", "windows")
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     vocab_size: int
     context_tokens: int
     pool_blocks: int
     most_blocks: _containers.RepeatedScalarFieldContainer[int]
     batch_requests: int
-    def __init__(self, vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., most_blocks: _Optional[_Iterable[int]] = ..., batch_requests: _Optional[int] = ...) -> None: ...
+    step_weight_bytes: int
+    block_bytes: int
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., most_blocks: _Optional[_Iterable[int]] = ..., batch_requests: _Optional[int] = ..., step_weight_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("format_version", "model", "weights_digest", "dtype", "block_tokens", "groups")

@@ -50,6 +50,12 @@ def quantised_of(weight: Tensor) -> Quantised | None:
     return getattr(weight, _ATTRIBUTE, None)
 
 
+def nbytes_read(weight: Tensor) -> int:
+    """Bytes that a product with few rows reads of `weight`: of its quantised rows, where they are attached."""
+    stored = quantised_of(weight)
+    return weight.nbytes if stored is None else stored.rows.nbytes
+
+
 def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None, outputs: int) -> Tensor:
     """`x` float32 [rows, inputs] -> [rows, outputs]."""
     rows, inputs = x.shape

@@ -206,7 +206,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker can hold, as it enforces it."""
+    """What a worker can hold, as it enforces it, and what a step of it reads."""
 
     vocab_size: int
     context_tokens: int
@@ -214,6 +214,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     most_blocks: tuple[int | None, ...] = (None,)
     """Of each KV group, the most blocks that a request has at once; None: one for each 16 tokens."""
     batch_requests: int = 0  # in one step at most; 0: not told
+    step_weight_bytes: int = 0  # of the weights, that a decode step reads once for all its requests; 0: not told
+    block_bytes: int = 0  # of a block: 16 tokens' KV in one KV group; 0: not told
+    windows: tuple[int | None, ...] = (None,)  # of each KV group, tokens whose KV a step reads of a request; None: all
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ trailing metadata. Code branches on the reason: gRPC makes some statuses of its 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn, cast
 
@@ -219,8 +219,11 @@ def limits_to_proto(limits: types.Limits) -> common_pb2.Limits:
         vocab_size=limits.vocab_size,
         context_tokens=limits.context_tokens,
         pool_blocks=limits.pool_blocks,
-        most_blocks=[] if limits.most_blocks == (None,) else [most or 0 for most in limits.most_blocks],
+        most_blocks=_bounds_to_proto(limits.most_blocks),
         batch_requests=limits.batch_requests,
+        step_weight_bytes=limits.step_weight_bytes,
+        block_bytes=limits.block_bytes,
+        windows=_bounds_to_proto(limits.windows),
     )
 
 
@@ -230,9 +233,21 @@ def limits_from_proto(message: common_pb2.Limits) -> types.Limits:
         vocab_size=message.vocab_size,
         context_tokens=message.context_tokens,
         pool_blocks=message.pool_blocks,
-        most_blocks=tuple(most or None for most in message.most_blocks) or (None,),
+        most_blocks=_bounds_from_proto(message.most_blocks),
         batch_requests=message.batch_requests,
+        step_weight_bytes=message.step_weight_bytes,
+        block_bytes=message.block_bytes,
+        windows=_bounds_from_proto(message.windows),
     )
+
+
+def _bounds_to_proto(bounds: Sequence[int | None]) -> list[int]:
+    """A bound for each KV group, 0 for none; nothing at all for the one group of most models, which has none."""
+    return [] if tuple(bounds) == (None,) else [bound or 0 for bound in bounds]
+
+
+def _bounds_from_proto(bounds: Sequence[int]) -> tuple[int | None, ...]:
+    return tuple(bound or None for bound in bounds) or (None,)
 
 
 def load_to_proto(load: types.WorkerLoad) -> common_pb2.Load:

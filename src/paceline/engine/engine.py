@@ -98,6 +98,9 @@ class Engine:
             pool_blocks=num_blocks,
             most_blocks=self._memory.most_blocks,
             batch_requests=max_requests or 0,
+            step_weight_bytes=weights.step_nbytes,
+            block_bytes=self.runner.block_bytes,
+            windows=self.groups.windows,
         )
 
     @property

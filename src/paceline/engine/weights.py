@@ -58,8 +58,20 @@ class Weights:
         """Bytes in device memory."""
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self._tensors()}.values())
 
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes that a decode step reads, however many requests share it.
+
+        Of the embedding that is a row a request, which is nothing, unless it is the head too.
+        """
+        return sum(kernels.nbytes_read(tensor) for tensor in self._multiplied())
+
     def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from (self.embed, self.final_norm, self.lm_head)
+        yield self.embed
+        yield from self._multiplied()
+
+    def _multiplied(self) -> Iterator[torch.Tensor]:
+        yield from (self.final_norm, self.lm_head)
         for layer in self.layers:
             yield from layer.tensors()
 

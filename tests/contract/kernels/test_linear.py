@@ -152,8 +152,10 @@ def test_quantised_rows_are_widened_to_what_they_dequantise_to(
     drawn = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
     rows = quants.quantize(drawn.numpy(), kind)
     weight = torch.from_numpy(quants.dequantize(rows, kind))
+    assert kernels.nbytes_read(weight) == weight.nbytes
     kernels.attach_quantised(weight, encoding, torch.from_numpy(rows))
     assert quantised_of(weight) is not None
+    assert kernels.nbytes_read(weight) == rows.nbytes
     with kernels.forced(kernels.Backend.NATIVE):
         for first in range(0, 96, 24):
             ones = torch.eye(96)[first : first + 24]

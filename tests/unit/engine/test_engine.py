@@ -261,6 +261,13 @@ def test_the_tick_is_called_in_every_layer(weights: Weights) -> None:
     assert len(ticks) >= TINY.num_layers
 
 
+def test_limits_tell_what_a_step_reads(weights: Weights) -> None:
+    limits = engine(weights).limits
+    assert limits.step_weight_bytes == weights.step_nbytes
+    kv_of_a_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4  # keys and values, in float32
+    assert (limits.block_bytes, limits.windows) == (BLOCK_TOKENS * kv_of_a_token, (None,))
+
+
 def test_an_idle_step_does_nothing(weights: Weights) -> None:
     made = engine(weights)
     assert (made.step().progress, made.step().num_tokens, made.stats.steps) == ([], 0, 0)

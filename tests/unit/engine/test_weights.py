@@ -78,6 +78,13 @@ def test_tied_embeddings_are_one_tensor_even_where_the_head_is_stored_too(tmp_pa
     assert untied.nbytes - weights.nbytes == weights.embed.nbytes
 
 
+def test_a_step_reads_all_weights_but_an_embedding_that_is_not_the_head_too() -> None:
+    untied = load(DUMMY, TINY, dtype=torch.float32, device="cpu")
+    assert untied.step_nbytes == untied.nbytes - untied.embed.nbytes
+    tied = load(DUMMY, msgspec.structs.replace(TINY, tied_embeddings=True), dtype=torch.float32, device="cpu")
+    assert tied.step_nbytes == tied.nbytes == untied.step_nbytes
+
+
 def test_a_missing_tensor_is_named_with_its_shape(tmp_path: Path) -> None:
     tensors = tensors_as_torch()
     del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -31,11 +31,29 @@ def test_groups_whose_blocks_differ_are_refused() -> None:
         fingerprint_from_proto(common_pb2.Fingerprint())
 
 
-@pytest.mark.parametrize("most_blocks", [(None,), (65,), (None, 65, 65)])
-def test_limits_come_back_with_what_a_request_has_of_each_group(most_blocks: tuple[int | None, ...]) -> None:
-    limits = Limits(vocab_size=5, context_tokens=6, pool_blocks=7, most_blocks=most_blocks, batch_requests=8)
+@pytest.mark.parametrize(
+    ("most_blocks", "windows"), [((None,), (None,)), ((65,), (512,)), ((None, 65, 65), (None, 512, 512))]
+)
+def test_limits_come_back_with_what_a_request_has_of_each_group_and_what_a_step_reads(
+    most_blocks: tuple[int | None, ...], windows: tuple[int | None, ...]
+) -> None:
+    limits = Limits(
+        vocab_size=5,
+        context_tokens=6,
+        pool_blocks=7,
+        most_blocks=most_blocks,
+        batch_requests=8,
+        step_weight_bytes=2**40,
+        block_bytes=2**33,
+        windows=windows,
+    )
     message = common_pb2.Limits.FromString(wire.limits_to_proto(limits).SerializeToString())
     assert wire.limits_from_proto(message) == limits
+
+
+def test_limits_of_an_older_worker_do_not_tell_what_a_step_reads() -> None:
+    limits = wire.limits_from_proto(common_pb2.Limits(vocab_size=5, context_tokens=6, pool_blocks=7))
+    assert (limits.step_weight_bytes, limits.block_bytes, limits.windows) == (0, 0, (None,))
 
 
 def test_a_load_comes_back_with_the_work_of_the_engine() -> None:
