@@ -2,8 +2,9 @@
 
 Pure. A prefill worker's speed is its prompt tokens over its busy time. A decode worker generates the faster the more
 requests share a step, and an idle tier shows small batches alone: so the time of a step is fitted as a line over its
-batch, and read off at the largest batch that its pool holds. That is far beyond batches that were small: the estimate
-is the better the more the tier has had to do.
+batch, and read off at the largest batch that its pool holds. Where the batches seen were much alike, the line's slope
+is what bytes say: a step reads the weights once, and each request's KV. The line goes far beyond batches that were
+small: the estimate is the better the more the tier has had to do.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from paceline.types import Limits, Role, Work, blocks_in_groups
+from paceline.types import BLOCK_TOKENS, Limits, Role, Work, blocks_in_groups
 
 SECONDS: Final = 10
 """What is remembered: the latest seconds in which there was anything to remember, however long ago."""
 
 _TELLING: Final = 0.02
-"""Least variance of the batch, over its squared mean, from which a line is fitted: less of it is noise."""
+"""Variance of the batch, over its squared mean, at which a fitted slope is worth as much as that which bytes say. Where
+these are not told, no line is fitted to less: it would be noise."""
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,21 +116,34 @@ class Pace:
         return DecodeSteps(*self._decode.sums)
 
 
+class Tokens(NamedTuple):
+    """Of the mean request."""
+
+    computed: float  # of the prompt, that nobody had in a cache
+    cached: float  # of the prompt, that somebody had
+    generated: float
+
+    @property
+    def context(self) -> float:
+        """Those whose KV a decode step reads, on average over the answer."""
+        return self.computed + self.cached + self.generated / 2
+
+
 class MeanRequest:
     """The tokens of requests that ended well of late."""
 
     def __init__(self) -> None:
-        self._recent = Recent(3)
+        self._recent = Recent(1 + len(Tokens._fields))
 
-    def take(self, *, prompt_tokens: int, generated_tokens: int, now: float) -> None:
-        """One more: its prompt's tokens that nobody had in a cache, and its answer's."""
-        self._recent.add((1, prompt_tokens, generated_tokens), now=now)
+    def take(self, *, prompt_tokens: int, generated_tokens: int, now: float, cached_tokens: int = 0) -> None:
+        """One more: its prompt's tokens, of them those that somebody had in a cache, and its answer's."""
+        self._recent.add((1, prompt_tokens - cached_tokens, cached_tokens, generated_tokens), now=now)
 
     @property
-    def tokens(self) -> tuple[float, float] | None:
-        """Of the prompt and of the answer; None before the first request has ended."""
-        requests, prompt_tokens, generated_tokens = self._recent.sums
-        return (prompt_tokens / requests, generated_tokens / requests) if requests else None
+    def tokens(self) -> Tokens | None:
+        """Its tokens; None before the first request has ended."""
+        requests, *sums = self._recent.sums
+        return Tokens(*(each / requests for each in sums)) if requests else None
 
 
 def balance(mean: MeanRequest, workers: Iterable[tuple[Role, Limits, Pace]]) -> Balance | None:
@@ -138,15 +153,20 @@ def balance(mean: MeanRequest, workers: Iterable[tuple[Role, Limits, Pace]]) -> 
     decode = [(limits, pace.decode) for role, limits, pace in every if role is Role.DECODE]
     busy_s, prompt_tokens = sum(each.busy_s for each in prompts), sum(each.tokens for each in prompts)
     tokens = mean.tokens
-    if tokens is None or not all(tokens) or not prompt_tokens or not any(steps.batch for _, steps in decode):
+    if not (
+        tokens and tokens.computed and tokens.generated and prompt_tokens and any(each.batch for _, each in decode)
+    ):
         return None
-    full = min(_full_batch(limits, *tokens) for limits, _ in decode)
-    step_s, per_request_s, seen = _line(DecodeSteps(*map(sum, zip(*(steps for _, steps in decode), strict=True))))
+    full = min(_full_batch(limits, tokens) for limits, _ in decode)
+    # All decode workers have one model: who tells what a step reads tells it for those that do not.
+    share = max((told for limits, _ in decode if (told := _kv_share(limits, tokens)) is not None), default=None)
+    done = DecodeSteps(*map(sum, zip(*(steps for _, steps in decode), strict=True)))
+    step_s, per_request_s, seen = _line(done, share)
     batch = seen if per_request_s is None else max(1.0, full)
     per_request_s = per_request_s or 0.0
     return Balance(
-        prompt_tokens=tokens[0],
-        generated_tokens=tokens[1],
+        prompt_tokens=tokens.computed,
+        generated_tokens=tokens.generated,
         prefill_tokens_per_s=prompt_tokens / busy_s,
         decode_tokens_per_s=batch / (step_s + per_request_s * batch),
         batch_requests=batch,
@@ -155,18 +175,37 @@ def balance(mean: MeanRequest, workers: Iterable[tuple[Role, Limits, Pace]]) -> 
     )
 
 
-def _full_batch(limits: Limits, prompt_tokens: float, generated_tokens: float) -> float:
-    blocks = blocks_in_groups(math.ceil(prompt_tokens + generated_tokens), limits.most_blocks)
+def _full_batch(limits: Limits, tokens: Tokens) -> float:
+    # What is cached is taken to be there once for all requests.
+    blocks = blocks_in_groups(math.ceil(tokens.computed + tokens.generated), limits.most_blocks)
     fitting = limits.pool_blocks / blocks
     return min(fitting, limits.batch_requests) if limits.batch_requests else fitting
 
 
-def _line(done: DecodeSteps) -> tuple[float, float | None, float]:
-    """A step's time without requests, what each adds (None: the batches were too much alike), and the mean batch."""
+def _kv_share(limits: Limits, tokens: Tokens) -> float | None:
+    """Bytes of KV that a step reads of a request, as a share of those it reads of the weights; None: not told."""
+    if not limits.step_weight_bytes or not limits.block_bytes:
+        return None
+    read = sum(tokens.context if window is None else min(tokens.context, window) for window in limits.windows)
+    return read / BLOCK_TOKENS * limits.block_bytes / limits.step_weight_bytes
+
+
+def _line(done: DecodeSteps, kv_share: float | None) -> tuple[float, float | None, float]:
+    """A step's time without requests, what each adds (None: that cannot be told), and the mean batch.
+
+    `kv_share` is what each adds to the bytes of a step without requests, as a share of them.
+    """
     batch, step_s = done.batch / done.steps, done.seconds / done.steps
-    variance = done.batch_squared / done.steps - batch**2
-    if variance < _TELLING * batch**2:
+    variance = max(0.0, done.batch_squared / done.steps - batch**2)
+    covariance = done.batch_seconds / done.steps - batch * step_s
+    noise = _TELLING * batch**2
+    if kv_share is not None:
+        by_bytes = step_s * kv_share / (1 + batch * kv_share)
+        # From the one to the other without a jump, but soon: bytes say too much where launches take the time.
+        slope = (variance * covariance + noise**2 * by_bytes) / (variance**2 + noise**2)
+    elif variance >= noise:
+        slope = covariance / variance
+    else:
         return step_s, None, batch
-    slope = (done.batch_seconds / done.steps - batch * step_s) / variance
     slope = min(max(0.0, slope), step_s / batch)  # neither a request nor an empty step takes less than no time
     return step_s - slope * batch, slope, batch

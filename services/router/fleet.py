@@ -237,7 +237,8 @@ class Fleet:
     def served(self, usage: Usage) -> None:
         """Takes note of what a request that ended well was."""
         self._mean_request.take(
-            prompt_tokens=usage.prompt_tokens - usage.cached_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
             now=self.now,
         )

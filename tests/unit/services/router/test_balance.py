@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -18,10 +21,21 @@ from paceline.types import Limits, Role, Work
 LIMITS = Limits(vocab_size=512, context_tokens=10_000, pool_blocks=7_200, batch_requests=256)
 STEP_S, PER_REQUEST_S = 4e-3, 50e-6
 
+# 8B shapes in bfloat16 within a sixth of an H200.
+LARGE = Limits(
+    vocab_size=128_256,
+    context_tokens=131_072,
+    pool_blocks=7_829,
+    batch_requests=256,
+    step_weight_bytes=16_100_000_000 - 1_050_000_000,
+    block_bytes=2 * 2**20,
+)
+WINDOWED = msgspec.structs.replace(LARGE, windows=(None, 512, 512))
 
-def mean(prompt_tokens: int = 1_024, generated_tokens: int = 128) -> MeanRequest:
+
+def mean(prompt_tokens: int = 1_024, generated_tokens: int = 128, cached_tokens: int = 0) -> MeanRequest:
     request = MeanRequest()
-    request.take(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens, now=0.0)
+    request.take(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens, cached_tokens=cached_tokens, now=0.0)
     return request
 
 
@@ -79,6 +93,74 @@ def test_batches_that_were_all_alike_speak_for_themselves_alone() -> None:
     assert found.decode_tokens_per_s == pytest.approx(20 / (STEP_S + 20 * PER_REQUEST_S))
 
 
+def alone(seconds: float = 15.15e-3) -> Pace:
+    """100 steps, each with one request."""
+    pace = Pace(Work())
+    pace.take(Work(busy_s=100 * seconds, steps=100, generated_tokens=100), now=0.0)
+    return pace
+
+
+def test_a_decode_worker_that_had_one_request_at_a_time_is_not_taken_to_be_slow(bench: Callable[[str], Any]) -> None:
+    paces = (Role.PREFILL, prefill(6_770)), (Role.DECODE, alone())
+    found = estimate(*paces, request=mean(8_192, 64), limits=LARGE)
+    assert found is not None
+    assert found.step_s + found.step_per_request_s == pytest.approx(15.15e-3)
+    assert found.step_per_request_s == pytest.approx(15.15e-3 * 0.0668, rel=1e-2)  # 1.08 GB of 16.1 read
+    assert found.batch_requests == pytest.approx(7_829 / 516)
+    assert found.decode_tokens_per_s == pytest.approx(514, rel=1e-2)
+    best_split = bench("scaling_laws").best_split
+    assert str(best_split(found, 4)) == "3P1D"
+    untold = msgspec.structs.replace(LARGE, step_weight_bytes=0, block_bytes=0)  # by an older worker
+    found = estimate(*paces, request=mean(8_192, 64), limits=untold)
+    assert found is not None and found.batch_requests == 1
+    assert found.decode_tokens_per_s == pytest.approx(66, rel=1e-2)
+    assert str(best_split(found, 4)) == "2P2D"
+
+
+@pytest.mark.parametrize(
+    ("limits", "request_", "context"),
+    [
+        (LARGE, mean(8_192, 64), 8_192 + 32),
+        (LARGE, mean(8_192, 64, cached_tokens=8_000), 8_192 + 32),
+        (WINDOWED, mean(8_192, 64), 8_192 + 32 + 2 * 512),
+        (WINDOWED, mean(256, 64), 3 * (256 + 32)),
+    ],
+    ids=["prompt and half of the answer", "what was cached too", "windows", "windows that are not full"],
+)
+def test_a_request_adds_what_reading_its_kv_takes(limits: Limits, request_: MeanRequest, context: int) -> None:
+    found = estimate((Role.PREFILL, prefill()), (Role.DECODE, alone()), request=request_, limits=limits)
+    assert found is not None
+    share = context * limits.block_bytes / 16 / limits.step_weight_bytes
+    assert found.step_per_request_s / found.step_s == pytest.approx(share)
+
+
+@pytest.mark.parametrize("limits", [LARGE, msgspec.structs.replace(LARGE, block_bytes=LARGE.block_bytes * 100)])
+def test_a_line_through_batches_that_differ_counts_for_more_than_bytes(limits: Limits) -> None:
+    found = estimate((Role.PREFILL, prefill()), (Role.DECODE, decode(2, 10, 30)), limits=limits)
+    assert found is not None
+    assert found.step_per_request_s == pytest.approx(PER_REQUEST_S, rel=0.05)
+
+
+def test_the_more_batches_differ_the_less_bytes_count() -> None:
+    spread = [(20, 20), (19, 21), (18, 22), (17, 23), (10, 30)]
+    added = []
+    for batches in spread:
+        found = estimate((Role.PREFILL, prefill()), (Role.DECODE, decode(*batches)), limits=LARGE)
+        assert found is not None
+        added.append(found.step_per_request_s)
+    by_bytes = 5e-3 / (LARGE.step_weight_bytes / (1_088 * LARGE.block_bytes / 16) + 20)
+    assert added[0] == pytest.approx(by_bytes)
+    assert added == sorted(added, key=lambda slope: abs(slope - PER_REQUEST_S), reverse=True)
+    assert added[-1] == pytest.approx(PER_REQUEST_S, rel=0.01)
+
+
+def test_a_worker_that_tells_what_a_step_reads_tells_it_for_an_older_one_of_its_tier() -> None:
+    untold = msgspec.structs.replace(LARGE, step_weight_bytes=0, block_bytes=0)
+    workers = [(Role.PREFILL, untold, prefill()), (Role.DECODE, untold, alone()), (Role.DECODE, LARGE, Pace(Work()))]
+    found = balance(mean(8_192, 64), workers)
+    assert found == estimate((Role.PREFILL, prefill()), (Role.DECODE, alone()), request=mean(8_192, 64), limits=LARGE)
+
+
 def test_the_workers_of_a_tier_are_averaged() -> None:
     several = estimate(
         (Role.PREFILL, prefill(30_000)),
@@ -110,16 +192,19 @@ def test_only_the_latest_seconds_count_in_which_anything_came_however_long_ago()
         request.take(prompt_tokens=100, generated_tokens=50, now=now)
         request.take(prompt_tokens=300, generated_tokens=50, now=now + 0.5)
         pace.take(Work(busy_s=2.0 + n, steps=80 + n, prompt_tokens=2_000 + 40_000 * n), now=now)
-    assert request.tokens == (200, 50)
+    assert request.tokens == (200, 0, 50)
     assert pace.prompts == (SECONDS, 40_000 * SECONDS)
 
 
 @given(
     st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 500), st.floats(1e-5, 10.0), st.integers(0, 1_000)), min_size=1
-    )
+    ),
+    st.sampled_from([LIMITS, LARGE, WINDOWED, msgspec.structs.replace(LARGE, step_weight_bytes=1)]),
 )
-def test_whatever_is_reported_rates_are_positive_and_finite(reports: list[tuple[int, int, float, int]]) -> None:
+def test_whatever_is_reported_rates_are_positive_and_finite(
+    reports: list[tuple[int, int, float, int]], limits: Limits
+) -> None:
     pace, work = Pace(Work()), Work()
     for steps, batch, busy_s, prompt_tokens in reports:
         work = Work(
@@ -129,7 +214,7 @@ def test_whatever_is_reported_rates_are_positive_and_finite(reports: list[tuple[
             prompt_tokens=work.prompt_tokens + prompt_tokens,
         )
         pace.take(work, now=0.0)
-    found = estimate((Role.PREFILL, prefill()), (Role.DECODE, pace))
+    found = estimate((Role.PREFILL, prefill()), (Role.DECODE, pace), limits=limits)
     if found is not None:
         assert 0 < found.decode_tokens_per_s < float("inf")
         assert 0 < found.prefill_per_decode < float("inf")
