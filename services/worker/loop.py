@@ -40,8 +40,8 @@ SILENT_POLL_S: Final = 2e-3
 """Longest time between two polls while a write is awaited of which nothing has been heard for long."""
 
 MOST_SPOILT: Final = 16
-"""Prompts in a row with NaN or infinite logits after which the engine is held for unsound: chance, or a prompt that the
-model itself cannot bear, spoils one among others."""
+"""Requests in a row whose first logits are NaN or infinite, after which the engine is held for unsound: chance, or a
+prompt that the model itself cannot bear, spoils one among others."""
 
 DEVICE_POLL_S: Final = 50e-6
 """Time between two looks at a step or a write of the device's, when there is nothing to launch beside it."""
@@ -178,7 +178,7 @@ class EngineLoop(ABC, Generic[Command, Event]):
         stats = self.engine.stats
         if stats.spoilt_in_a_row >= MOST_SPOILT:
             self.tell(IDLE)  # of what failed; who is still in hand hears of the engine's end
-            raise EngineUnsound(f"the last {stats.spoilt_in_a_row} prompts all had NaN or infinite logits")
+            raise EngineUnsound(f"the last {stats.spoilt_in_a_row} requests all began with NaN or infinite logits")
         return Activity(
             step_seconds=output.seconds,
             batch_requests=len(output.progress),

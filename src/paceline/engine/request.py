@@ -42,6 +42,7 @@ class EngineRequest:
     published: int = 0  # blocks, from the first, that the cache was told of
     reached: int = 0  # most tokens whose KV was ever stored; what is computed below is computed again
     counted: bool = False  # the cache's statistics have it
+    judged: bool = False  # whether its first logits here were usable is known
     choice: int = 0  # which of its caller's parallel samples
     fanout: int = 1  # choices whose first tokens its prompt's end gives; over 1 only where it ends with them
     proposes: bool = False  # tells its likeliest next tokens, and waits to be told which it is, in place of a draw
@@ -119,6 +120,7 @@ class EngineRequest:
             published=lease.shared,
             scores=None,
             counted=True,
+            judged=True,
         )
 
     @property

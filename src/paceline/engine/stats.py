@@ -24,7 +24,7 @@ class EngineStats:
     preemptions: int = 0
     prefix_queried_tokens: int = 0  # prompt tokens of requests that got to sample here, each request once
     prefix_hit_tokens: int = 0  # of those, found in the cache
-    spoilt_in_a_row: int = 0  # prompts that ended in unusable logits since the last one that did not
+    spoilt_in_a_row: int = 0  # requests whose first logits here were unusable, since the last one whose were not
 
     @property
     def work(self) -> Work:
@@ -51,7 +51,8 @@ class EngineStats:
                 request.counted = True
                 self.prefix_queried_tokens += request.num_prompt
                 self.prefix_hit_tokens += request.cached_tokens
-        if chunk.samples and chunk.end == request.num_prompt:
+        if chunk.samples and not request.judged:
+            request.judged = True
             self.spoilt_in_a_row = self.spoilt_in_a_row + 1 if isinstance(done.error, NumericalError) else 0
         if done.ended:
             self.requests_failed += done.error is not None

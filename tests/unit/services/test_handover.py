@@ -42,7 +42,7 @@ def overlapped(tmp_path: Path) -> Pair:
 
 def test_an_engine_that_spoils_every_prompt_tells_of_them_and_ends(pair: Pair) -> None:
     pair.prefill.engine.runner.model.weights.final_norm.fill_(torch.nan)  # type: ignore[attr-defined]
-    with pytest.raises(EngineUnsound, match=f"the last {MOST_SPOILT} prompts all had NaN or infinite logits"):
+    with pytest.raises(EngineUnsound, match=f"the last {MOST_SPOILT} requests all began with NaN or infinite logits"):
         for number in range(MOST_SPOILT + 1):
             pair.start(f"r{number}", PROMPT[:20], GREEDY)
             pair.pump(3)
