@@ -27,6 +27,7 @@ from gpu_timing import seconds
 from gpus import require
 from paceline.kernels.attention_decode import decode_attention
 from paceline.kernels.attention_tile import TileShape, tile_shape
+from paceline.kernels.modes import overlapping
 from paceline.kernels.paged_plan import PagedPlan, plan_pages
 
 POINTS = ((1, 512), (1, 2048), (64, 512), (16, 512), (16, 2048), (64, 2048), (1, 8192))
@@ -124,6 +125,7 @@ def tune(batch: int, context: int, pool: Tensor, bandwidth: float) -> list[Found
     return sorted(found, key=lambda each: each.us)
 
 
+@overlapping(True)  # as in the steps that the kernels are cut up for
 def main() -> None:
     """Compiles, checks, times; prints the best of each point and writes all."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from grpc_health.v1 import health, health_pb2
@@ -58,8 +57,7 @@ class RouterHealth:
     async def close(self) -> None:
         """Stops following."""
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})  # which, unlike a suppressed await, does not swallow our own cancellation
 
     async def _follow(self) -> None:
         while True:

@@ -7,7 +7,7 @@ import errno
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Final
 
 import grpc
@@ -186,5 +186,4 @@ def load_model(config: RouterConfig) -> tuple[PromptReader, int]:
 
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait({task})  # which, unlike a suppressed await, does not swallow our own cancellation

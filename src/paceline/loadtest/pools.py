@@ -67,8 +67,7 @@ class Sampler:
 
     async def __aexit__(self, *raised: object) -> None:
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})  # which, unlike a suppressed await, does not swallow our own cancellation
 
     async def _run(self) -> None:
         while True:
