@@ -15,6 +15,7 @@ PROMPT_TOKENS = 2000
 CHUNK_TOKENS = 512
 CHUNKS = -(-PROMPT_TOKENS // CHUNK_TOKENS)
 ANSWER_TOKENS = 8
+DTYPE = "float32"
 WORKERS = ("prefill-0", "decode-0")
 
 
@@ -22,9 +23,9 @@ def run(report: Report) -> None:
     """Serves one long prompt, after a short one that pays for what is lazy, and reads what each side says of it."""
     settings = load(UpConfig, file=None, env=os.environ, flags={})
     shape = read_config(resolve(settings.model, cache_dir=settings.cache_dir, offline=settings.offline))
-    block_bytes = KvLayout.of(shape, dtype=settings.dtype).block_bytes
+    block_bytes = KvLayout.of(shape, dtype=DTYPE).block_bytes
     prompt = [(7 * index) % 40_000 + 100 for index in range(PROMPT_TOKENS)]
-    flags = (f"--max-batch-tokens={CHUNK_TOKENS}", "--no-prefix-cache")
+    flags = (f"--max-batch-tokens={CHUNK_TOKENS}", "--no-prefix-cache", f"--dtype={DTYPE}")
     with Cluster(prefill=1, decode=1, flags=flags) as cluster, cluster.client() as client:
         client.complete([1, 2, 3], max_tokens=2, ignore_eos=True)
         before = [cluster.metrics(worker) for worker in WORKERS]
