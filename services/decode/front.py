@@ -207,12 +207,13 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
             peer = await self.registration.resolve(writer)
             if not hmac.compare_digest(peer.claim_token, request.claim_token):
                 raise InvalidRequest("claim_token", f"is not the one that {writer} registered with")
+            # Before anything is waited for: a later life that registers meanwhile proves this one dead.
+            self._writers.granting(writer, peer.lock_id)
             reservation = ReservationId(request.reservation_id)
             if reservation not in self._streams:
                 # The router calls both tiers at once, and a call with a prompt takes longer to read than this one. Were
                 # it refused, the writer would ask again after a pause, and a short prompt would wait for that.
                 await self._arrivals.wait(reservation, EARLY_CLAIM_S)
-            self._writers.granting(writer, peer.lock_id)
             granted = await self._calls.ask(
                 self.send,
                 lambda call_id: ClaimWrite(

@@ -24,6 +24,7 @@ from paceline.services.decode.messages import (
     Over,
     Reserve,
     Reserved,
+    WriterDead,
 )
 from paceline.services.worker.convert import fingerprint_to_proto
 from paceline.services.worker.messages import Failure
@@ -295,3 +296,15 @@ async def test_a_claim_whose_reservation_never_comes_is_the_engines_to_refuse(
     await until(lambda: len(bench.front._arrivals) == 1)
     given_up.cancel()
     await until(lambda: len(bench.front._arrivals) == 0)
+
+
+async def test_a_writer_whose_next_life_registers_while_its_claim_waits_is_dead_to_the_engine(bench: Bench) -> None:
+    bench.front.registration = Known()  # type: ignore[assignment]
+    early = claim(bench, "r")
+    await until(lambda: len(bench.front._arrivals) == 1)
+    bench.front.peer_found(PeerInfo(WorkerKey("p0", 2), "127.0.0.1:1", "lock", b"t"))
+    call = bench.generate("r")
+    await bench.told(ClaimWrite)
+    assert [type(command) for command in bench.engine.commands] == [WriterDead, Reserve, ClaimWrite]
+    for waiting in (early, call):
+        waiting.cancel()
