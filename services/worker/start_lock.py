@@ -7,6 +7,7 @@ the earlier ones can write to nobody's memory any more, which is what frees the 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -88,6 +89,8 @@ def _next_epoch(descriptor: int) -> int:
     # Wall-clock nanoseconds order the lives; the file does where the clock stepped back.
     text = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
     epoch = max(time.time_ns(), int(text) + 1 if text.isdecimal() else 0)
-    written = os.pwrite(descriptor, str(epoch).encode(), 0)
-    os.ftruncate(descriptor, written)  # afterwards: a disk that is full must not cost the epoch that was there
+    digits = str(epoch).encode()
+    if os.pwrite(descriptor, digits, 0) < len(digits):  # what is left of the earlier one makes it no smaller than that
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, len(digits))  # afterwards: a disk that is full must not cost the epoch that was there
     return epoch

@@ -50,6 +50,22 @@ def test_a_full_disk_is_told_by_the_folders_name_and_costs_no_epoch(
     assert second.epoch > first.epoch
 
 
+def test_an_epoch_that_is_written_in_part_is_a_full_disk_and_costs_no_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = StartLock.acquire(tmp_path, "decode-0")
+    first.release()
+    write = os.pwrite
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pwrite", lambda descriptor, data, offset: write(descriptor, data[:3], offset))
+        with pytest.raises(ConfigError, match="No space left on device"):
+            StartLock.acquire(tmp_path, "decode-0")
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    second = StartLock.acquire(tmp_path, "decode-0", wait_s=0.1)
+    second.release()
+    assert second.epoch > first.epoch
+
+
 def test_a_second_life_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
     lock = StartLock.acquire(tmp_path, "decode-0")
     with pytest.raises(ConfigError, match="'decode-0' is in use"):
