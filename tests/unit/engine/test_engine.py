@@ -254,6 +254,15 @@ def test_spoilt_prompts_are_counted_until_one_is_sound(weights: Weights) -> None
     assert seen == [1, 2, 0, 1]
 
 
+def test_a_request_that_began_well_does_not_count_as_spoilt_later(weights: Weights) -> None:
+    made = engine(weights)
+    start(made, "a", prompt(5))
+    made.step()
+    made.runner.pool.fill_(torch.nan)
+    assert isinstance(finish(made)["a"][-1].error, NumericalError)
+    assert made.stats.spoilt_in_a_row == 0
+
+
 def test_the_tick_is_called_in_every_layer(weights: Weights) -> None:
     made, ticks = engine(weights), []
     start(made, "a", prompt(5))
