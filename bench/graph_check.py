@@ -156,6 +156,8 @@ def main() -> int:
             stack.callback(company.kill)
         with kernels.forced(kernels.Backend.TRITON):
             check(report, args)
+        if args.parts:
+            report.equal("exit status of the process beside it", company.poll(), None)
     return report.finish()
 
 

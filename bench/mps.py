@@ -7,6 +7,7 @@ https://docs.nvidia.com/deploy/mps/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -45,6 +46,9 @@ class Parts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Raises nothing, so as not to hide what was raised before; what is left of a daemon has no clients.
-        subprocess.run([CONTROL], input=b"quit\n", env=self._daemon_env, check=False, timeout=_STOP_S)
-        self._folder.cleanup()
+        # Raises nothing, so as not to hide what was raised before. A daemon waits for its last client to end, which may
+        # be this very process: it has heard of the end by then.
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run([CONTROL], input=b"quit\n", env=self._daemon_env, check=False, timeout=_STOP_S)
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
