@@ -39,6 +39,8 @@ SPARE_BYTES: Final = 6 * 2**30
 """What stays free of the GPU beside the pool: for a prompt's inputs and outputs, and for float64."""
 PROMPT_LAYERS: Final = 4
 """A prompt's attention finds nothing in a cache that the layer before has left: a few layers are enough."""
+OVERLAPPING_ROWS: Final = 64
+"""Up to so many requests the kernels of an 8B model's decode overlap: docs/decisions/overlapping-kernels.md."""
 MOST_ERROR: Final = 1e-2
 """Of a result's norm, in bfloat16."""
 
@@ -104,7 +106,8 @@ class FullPool:
         strewn = torch.randperm(self.pool.shape[0])[:blocks]
         for name, table in (("random", strewn), ("in a row", torch.arange(blocks))):
             plan = plan_pages(starts, lengths, table.view(batch, -1).tolist(), self.pool)
-            took = seconds(partial(self._attend, qkv, plan, layers), self.pool.device, repeats=7) / layers
+            with kernels.overlapping(kind == "decode" and batch <= OVERLAPPING_ROWS):
+                took = seconds(partial(self._attend, qkv, plan, layers), self.pool.device, repeats=7) / layers
             error = self._error(qkv, plan, layers - 1)
             rate = work / took
             self.rows.append(Row(kind, batch, tokens, name, 1e6 * took, rate, rate / ceiling, error))
