@@ -217,7 +217,7 @@ class Engine:
         `hold` its blocks are kept past its end, be it an abort, until `release`: its lease has all that it needs, and
         it is never preempted. Its blocks are cached under `root`, if any. `choice` keys its draws, as one of parallel
         samples; with `fanout`, which wants `hold` and `stop_after=1`, its one step of sampling draws the first token of
-        each of so many choices. One that does not `counts` is a part of another for the cache's statistics. One that
+        each of so many choices. One that does not `counts` is a part of another that the statistics have. One that
         `proposes` draws nothing: it tells its `sampling.logprobs` likeliest next tokens and waits, with its blocks, for
         `extend`, or ends there where it holds; where all of its tokens are computed, they were told elsewhere. Raises
         `EngineError` for a request that contradicts itself: a fault of the caller.
@@ -235,7 +235,7 @@ class Engine:
         request.published = lease.shared
         request.cached_tokens = lease.shared * BLOCK_TOKENS
         request.reached = computed
-        request.counted = not counts
+        request.counted = request.judged = not counts
         if self._scheduler.knows(request_id) or request_id in self._held:
             raise EngineError(f"request {request_id} is here already")
         check_request(request, self._scheduler, self._memory, self.limits)

@@ -263,6 +263,18 @@ def test_a_request_that_began_well_does_not_count_as_spoilt_later(weights: Weigh
     assert made.stats.spoilt_in_a_row == 0
 
 
+def test_the_choices_of_one_spoilt_request_count_as_one(weights: Weights) -> None:
+    made = engine(weights)
+    for choice in range(3):
+        lease = made.try_reserve(10 + 11)
+        assert lease is not None
+        made.runner.pool[lease.blocks] = torch.nan
+        name = RequestId(f"{choice}")
+        made.add(name, prompt(10), GREEDY, lease=lease, computed=10, output=[1], choice=choice, counts=choice == 0)
+    finish(made)
+    assert (made.stats.requests_failed, made.stats.spoilt_in_a_row) == (3, 1)
+
+
 def test_the_tick_is_called_in_every_layer(weights: Weights) -> None:
     made, ticks = engine(weights), []
     start(made, "a", prompt(5))
