@@ -8,6 +8,7 @@ that finishes what it has, must not be restarted for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -18,6 +19,10 @@ from paceline.log import get_logger
 
 _log = get_logger(__name__)
 
+LOOK_S: Final = 1.0
+"""Time between two looks, in seconds, whatever happens: an engine comes to stand still by the age of its last report,
+without an event."""
+
 _STATUS: Final = {
     True: health_pb2.HealthCheckResponse.SERVING,
     False: health_pb2.HealthCheckResponse.NOT_SERVING,
@@ -25,7 +30,10 @@ _STATUS: Final = {
 
 
 class RouterHealth:
-    """The servicer, kept true by a task that sleeps until `look` finds a change. Made by `begin`; `close` it once."""
+    """The servicer, kept true by a task that sleeps until `look` finds a change, `LOOK_S` at most.
+
+    Made by `begin`; `close` it once.
+    """
 
     def __init__(self, service: str, obstacle: Callable[[], str | None]) -> None:
         self.servicer = health.aio.HealthServicer()
@@ -61,7 +69,10 @@ class RouterHealth:
 
     async def _follow(self) -> None:
         while True:
-            await self._changed.wait()
+            # Not `wait_for`, which in Python 3.11 loses a cancellation that comes with what is waited for.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
             self._changed.clear()
             obstacle = self._obstacle()
             if (obstacle is None) is self._serving:

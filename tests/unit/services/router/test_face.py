@@ -30,6 +30,7 @@ from paceline.errors import (
 )
 from paceline.protos import common_pb2, router_pb2
 from paceline.services.router import server as router_server
+from paceline.services.router.registry import STALLED_S
 from paceline.services.router.server import SERVICE, RouterServer, serve
 from paceline.testing.router_bench import RouterBench, ids_of, router_bench
 from paceline.testing.scripted_workers import PATIENCE_S, scripted_decode, scripted_prefill
@@ -199,6 +200,16 @@ async def test_a_router_that_needs_prefill_workers_does_not_serve_without_one() 
         await health_becomes(router, None)
         router.server.fleet.unfit(prefill.key, decode.key)
         await health_becomes(router, "no prefill worker can be paired with a decode worker, and local_prefill is never")
+
+
+async def test_an_engine_that_comes_to_stand_still_in_silence_ends_the_routers_service_before_its_lease_ends() -> None:
+    async with scripted_decode("d0") as decode, router_bench(lease_s=600.0) as router:
+        decode.load = msgspec.structs.replace(decode.load, tick_age_ms=(STALLED_S - 1.0) * 1e3)
+        await router.register(decode)
+        await health_becomes(router, None)
+        await health_becomes(
+            router, "no decode worker takes work: 1 registered, which drain, stand still or did not answer"
+        )
 
 
 async def test_a_router_that_stops_is_alive_and_does_not_serve() -> None:
