@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from paceline.errors import PacelineError
 from paceline.types import ReservationId
 
 
@@ -18,12 +19,14 @@ class Arrivals:
         return sum(map(len, self._waiting.values()))
 
     async def wait(self, reservation: ReservationId, limit_s: float) -> None:
-        """Returns when it has come, or after `limit_s` seconds."""
+        """Returns when it has come, or after `limit_s` seconds. Raises what `fail_all` says."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(reservation, [])
         waiting.append(future)
         try:
             await asyncio.wait({future}, timeout=limit_s)
+            if future.done():
+                future.result()
         finally:
             waiting.remove(future)
             if not waiting:
@@ -34,3 +37,10 @@ class Arrivals:
         for future in self._waiting.get(reservation, ()):
             if not future.done():
                 future.set_result(None)
+
+    def fail_all(self, error: PacelineError) -> None:
+        """Ends every wait with the error."""
+        for waiting in self._waiting.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(error)

@@ -21,9 +21,15 @@ class EngineCalls:
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[CallAnswer]] = {}
         self._ids = itertools.count(1)
+        self._over: PacelineError | None = None
 
     async def ask(self, send: Callable[[msgspec.Struct], None], make: Callable[[int], msgspec.Struct]) -> CallAnswer:
-        """Sends the command that `make` gives for the call's number; its answer, or the error it was refused with."""
+        """Sends the command that `make` gives for the call's number; its answer, or the error it was refused with.
+
+        After `fail_all` it is that error: nobody would answer.
+        """
+        if self._over is not None:
+            raise self._over
         call_id = next(self._ids)
         answer: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = answer
@@ -46,7 +52,8 @@ class EngineCalls:
             call.set_exception(event.failure.error())
 
     def fail_all(self, error: PacelineError) -> None:
-        """Ends every call with the error."""
+        """Ends every call with the error, and those still to come: the engine is gone, or its worker stops."""
+        self._over = error
         for call in self._waiting.values():
             if not call.done():
                 call.set_exception(error)

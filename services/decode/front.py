@@ -94,6 +94,7 @@ class DecodeFront(WorkerFront[DecodeConfig], decode_pb2_grpc.DecodeServicer):
         for stream in self._streams.values():
             stream.fail(error)
         self._end_token_streams()
+        self._arrivals.fail_all(error)
         self._calls.fail_all(error)
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from paceline import wire
-from paceline.errors import Draining, InvalidRequest, NumericalError, StaleEpoch
+from paceline.errors import Draining, EngineLost, InvalidRequest, NumericalError, StaleEpoch
 from paceline.protos import common_pb2, decode_pb2, decode_pb2_grpc
 from paceline.services.decode import front as front_module
 from paceline.services.decode.front import DecodeFront
@@ -308,3 +308,18 @@ async def test_a_writer_whose_next_life_registers_while_its_claim_waits_is_dead_
     assert [type(command) for command in bench.engine.commands] == [WriterDead, Reserve, ClaimWrite]
     for waiting in (early, call):
         waiting.cancel()
+
+
+async def test_claims_hear_of_the_engines_end_those_that_wait_for_a_reservation_and_those_that_come_later(
+    bench: Bench,
+) -> None:
+    bench.front.registration = Known()  # type: ignore[assignment]
+    early, call = claim(bench, "never"), bench.generate("r")
+    await until(lambda: len(bench.front._arrivals) == 1)
+    await bench.told(Reserve)
+    bench.front.fail_all(EngineLost("the engine of d0@1 has ended"))
+    for late in (early, claim(bench, "r"), call.read()):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await late
+        assert isinstance(wire.error_from_rpc(caught.value), EngineLost)
+    assert len(bench.front._arrivals) == 0
