@@ -29,7 +29,7 @@ from paceline.services.router.placement import (
     obstacle,
 )
 from paceline.services.router.registry import STALLED_S, Claim, Registered, Registry, WorkerInfo
-from paceline.types import Limits, Role, Usage, WorkerKey, WorkerLoad
+from paceline.types import Limits, Role, Usage, WorkerKey, WorkerLoad, longest_request
 
 _log = get_logger(__name__)
 
@@ -209,12 +209,13 @@ class Fleet:
         return client
 
     def limits(self, own: Limits) -> Limits:
-        """The limits that are enforced: those of the roomiest live decode worker, within `own`.
+        """The limits that are enforced: those of the live decode worker that takes the longest request, within `own`.
 
         A smaller one beside it gets what fits it: one that was started with too little must not shut everybody out.
         """
         decodes = [worker.info.limits for worker in self.registry if worker.info.role is Role.DECODE]
-        roomiest = max(decodes, key=lambda limits: (limits.context_tokens, limits.pool_blocks), default=own)
+        # By what is served of either: a long context helps nothing where the pool is small.
+        roomiest = max(decodes, key=lambda limits: (longest_request(limits), limits.pool_blocks), default=own)
         return Limits(
             vocab_size=min(limits.vocab_size for limits in (own, *decodes)),
             context_tokens=min(own.context_tokens, roomiest.context_tokens),

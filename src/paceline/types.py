@@ -6,7 +6,9 @@ Everything here is frozen. Token ids are ints in [0, vocab_size); sizes are in t
 from __future__ import annotations
 
 import enum
+import functools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NewType
 
@@ -267,6 +269,13 @@ def blocks_to_admit(prompt_tokens: int, max_tokens: int, most_blocks: Sequence[i
     """
     most_tokens = (blocks_for(prompt_tokens) + GROWTH_BLOCKS) * BLOCK_TOKENS
     return blocks_in_groups(min(prompt_tokens + max_tokens - 1, most_tokens), most_blocks)
+
+
+@functools.lru_cache(256)
+def longest_request(limits: Limits) -> int:
+    """Most tokens, prompt and answer, of a request that can be served within `limits`: see `check_lengths`."""
+    stored = range(limits.context_tokens)
+    return bisect_right(stored, limits.pool_blocks, key=lambda tokens: blocks_in_groups(tokens, limits.most_blocks))
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], *, vocab_size: int) -> None:

@@ -174,6 +174,7 @@ class _Worker:
         self.key = WorkerKey(worker_id, epoch)
         self.model = model
         self.pool_blocks = pool_blocks
+        self.context_tokens = 2_048
         self.load = WorkerLoad(total_blocks=pool_blocks, free_blocks=pool_blocks)
         self.port = 0
         self.claim_token = f"token of {self.key}".encode()
@@ -194,7 +195,7 @@ class _Worker:
             role=wire.role_to_proto(self.role),
             address=self.address,
             model=self.model,
-            limits=common_pb2.Limits(vocab_size=512, context_tokens=2_048, pool_blocks=self.pool_blocks),
+            limits=common_pb2.Limits(vocab_size=512, context_tokens=self.context_tokens, pool_blocks=self.pool_blocks),
             fingerprint=common_pb2.Fingerprint(
                 format_version=1, model=self.model, dtype=self._dtype, block_tokens=BLOCK_TOKENS
             ),

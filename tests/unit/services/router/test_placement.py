@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from paceline.services.router.placement import (
     least_loaded,
     obstacle,
 )
-from paceline.types import Limits, Role, WorkerKey
+from paceline.types import Limits, Role, WorkerKey, longest_request
 
 LIMITS = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100)
 SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
@@ -249,3 +250,10 @@ def test_there_is_an_obstacle_exactly_where_idle_workers_would_get_nothing(
 ) -> None:
     policy = Policy(local_prefill=local_prefill)
     assert (obstacle(workers, policy) is None) is (least_loaded(ASK, workers, policy) is not None)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, SMALL, SHORT, WINDOWED, msgspec.structs.replace(WINDOWED, pool_blocks=20)])
+def test_the_longest_request_of_a_worker_fits_it_and_one_token_more_does_not(limits: Limits) -> None:
+    longest = longest_request(limits)
+    assert Ask(prompt_tokens=longest - 1, max_tokens=1).fits(limits)
+    assert not Ask(prompt_tokens=longest, max_tokens=1).fits(limits)

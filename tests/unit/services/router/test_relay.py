@@ -38,7 +38,7 @@ from paceline.testing.scripted_workers import (
     scripted_decode,
     scripted_prefill,
 )
-from paceline.types import FinishReason, ReservationId, WorkerLoad
+from paceline.types import FinishReason, Limits, ReservationId, WorkerLoad
 
 W = TypeVar("W", ScriptedPrefill, ScriptedDecode)
 
@@ -918,6 +918,21 @@ async def test_a_prompt_goes_to_the_decode_worker_that_it_fits_where_another_is_
             await (await c.prefill.next_call()).reply(ids_of("a"), finish=FinishReason.STOP)
             await asking.finish()
         assert small.idle
+
+
+async def test_the_limits_are_those_of_the_worker_that_takes_the_longest_request(cluster: Clusters) -> None:
+    c = await cluster(prefill=0, decode=0)
+    fleet, own = c.router.server.fleet, Limits(vocab_size=512, context_tokens=8_192, pool_blocks=2**32 - 1)
+    async with scripted_decode("long", pool_blocks=4) as long, scripted_decode("roomy", pool_blocks=50) as roomy:
+        roomy.context_tokens = 1_024
+        await c.router.register(long, roomy)
+        assert (fleet.limits(own).context_tokens, fleet.limits(own).pool_blocks) == (1_024, 50)
+        asking = c.router.ask([5] * 100)
+        call = await roomy.next_call()
+        await call.reserve()
+        await call.tokens(0, ids_of("a"))
+        await call.finish()
+        await asking.finish()
 
 
 async def test_a_client_that_reads_too_slowly_is_cut_off(cluster: Clusters) -> None:
