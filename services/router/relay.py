@@ -27,6 +27,7 @@ import msgspec
 from paceline.errors import (
     DeadlineExceeded,
     EngineError,
+    InvalidRequest,
     NoWorker,
     Overloaded,
     PacelineError,
@@ -244,12 +245,15 @@ class Relay:
         fleet = self._means.fleet
         placed = fleet.place(self._ask)
         if placed is None:
-            # The worker that could have held it may be gone since the request came.
-            check_lengths(
-                self._ask.prompt_tokens,
-                max_tokens=self._ask.max_tokens,
-                limits=fleet.limits(self._means.own_limits),
-            )
+            try:
+                check_lengths(
+                    self._ask.prompt_tokens,
+                    max_tokens=self._ask.max_tokens,
+                    limits=fleet.limits(self._means.own_limits),
+                )
+            except InvalidRequest as error:
+                # It could be held when it was accepted: its client did nothing wrong, and may come again.
+                raise NoWorker(f"the decode workers that could hold the request are gone: {error.message}") from error
         return placed
 
     def _deliver(self, said: NewTokens | ChoiceFinished) -> Heard:

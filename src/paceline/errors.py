@@ -151,7 +151,7 @@ class Unavailable(PacelineError):
 
 
 class NoWorker(Unavailable):
-    """No live worker of a needed tier is registered."""
+    """No live worker of a needed tier is registered, or none any more that could hold an accepted request."""
 
     reason = "NO_WORKER"
 

@@ -920,6 +920,23 @@ async def test_a_prompt_goes_to_the_decode_worker_that_it_fits_where_another_is_
         assert small.idle
 
 
+async def test_a_request_that_only_a_worker_held_which_is_gone_is_not_called_the_clients_fault(
+    cluster: Clusters,
+) -> None:
+    c = await cluster(prefill=0, lease_s=0.5, heartbeat_s=0.1)
+    async with scripted_decode("small", pool_blocks=4) as small:
+        await c.router.register(small)
+        asking = c.router.ask([5] * 100)
+        await (await c.decode.next_call()).fail(WorkerLost("d0 died"))
+        async with asyncio.timeout(10):
+            while c.router.server.fleet.registry.get(c.decode.key) is not None:
+                await c.router.heartbeat(small)
+                await asyncio.sleep(0.05)
+        error = await asking.error()
+        assert isinstance(error, NoWorker) and "that could hold the request are gone" in error.message
+        assert small.idle
+
+
 async def test_the_limits_are_those_of_the_worker_that_takes_the_longest_request(cluster: Clusters) -> None:
     c = await cluster(prefill=0, decode=0)
     fleet, own = c.router.server.fleet, Limits(vocab_size=512, context_tokens=8_192, pool_blocks=2**32 - 1)
