@@ -10,13 +10,12 @@ share of what one does alone: less than 1 is what the parts take from each other
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 import torch
@@ -25,12 +24,12 @@ import torch.nn.functional as F
 from gpus import require
 from mps import Parts
 from report import Report
+from spawned import Process
 
 SECONDS = 1.0
 SIDE = 4096
 ROWS_READ = 131_072
 """Of the matrix that is read: 1 GiB, far more than any cache holds."""
-PATIENCE_S = 60.0
 PRODUCT = "TFLOP/s of a product"
 LEAST_KEPT = 0.9
 """Of its product alone, that each part does beside others: else they are no parts, and runs on them tell nothing."""
@@ -62,35 +61,12 @@ def compute(pipe: Connection) -> None:
         pipe.send(done * amount / (time.monotonic() - start) / 1e12)
 
 
-@contextmanager
-def process() -> Iterator[Connection]:
-    """One of those, and the pipe to it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=compute, args=(theirs,), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        child.join(10)
-        child.kill()
-
-
-def hear(pipe: Connection) -> float:
-    """What a process says. Raises TimeoutError."""
-    if not pipe.poll(PATIENCE_S):
-        raise TimeoutError(f"a process said nothing for {PATIENCE_S:g} s")
-    return float(pipe.recv())
-
-
-def side_by_side(pipes: list[Connection]) -> list[float]:
+def side_by_side(processes: Sequence[Process]) -> list[float]:
     """What each of the processes does of the next thing while all do it."""
     start = time.monotonic() + 0.02
-    for pipe in pipes:
-        pipe.send(start)
-    return [hear(pipe) for pipe in pipes]
+    for each in processes:
+        each.tell(start)
+    return [each.hear() for each in processes]
 
 
 def main() -> int:
@@ -118,11 +94,11 @@ def main() -> int:
 def together(count: int) -> dict[str, list[float]]:
     """What each of so many processes did."""
     with ExitStack() as stack:
-        pipes = [stack.enter_context(process()) for _ in range(count)]
-        multiprocessors = [hear(pipe) for pipe in pipes]
+        processes = [stack.enter_context(Process(compute)) for _ in range(count)]
+        multiprocessors = [each.hear() for each in processes]
         return {
-            f"{PRODUCT} on {multiprocessors[0]:.0f} multiprocessors": side_by_side(pipes),
-            "TB/s read": side_by_side(pipes),
+            f"{PRODUCT} on {multiprocessors[0]} multiprocessors": side_by_side(processes),
+            "TB/s read": side_by_side(processes),
         }
 
 

@@ -13,16 +13,14 @@ first, so that all bytes cross a link; on two GPUs the processes of a side share
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -33,11 +31,11 @@ from paceline.kvtransfer.transfer import merge
 from paceline.kvtransfer.transports import create
 from paceline.kvtransfer.transports.transport import Handle, Peer, Piece, Transport
 from report import Report
+from spawned import PATIENCE_S, Process
 
 POLL_S = 200e-6
 WARM_S = 0.5
 """Of writing, before it counts."""
-PATIENCE_S = 60.0
 FAIR = 0.9
 """Of what one writer moves into one pool, that several move together at least: sharing a link loses little of it."""
 
@@ -91,35 +89,6 @@ class Way:
     prompts: Iterator[list[Piece]]
     turn: int  # writes that reach each block
     posted: int = 0
-
-
-class Process:
-    """One writer or target, spawned. Ends with its `with` block."""
-
-    def __init__(self, body: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()  # else nobody would ever hear of the process's death
-
-    def tell(self, message: object) -> None:
-        """Sends it something."""
-        self._pipe.send(message)
-
-    def hear(self) -> Any:
-        """What it says next. Raises TimeoutError, or EOFError once it is dead."""
-        if not self._pipe.poll(PATIENCE_S):
-            raise TimeoutError(f"a process said nothing for {PATIENCE_S:g} s")
-        return self._pipe.recv()
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        self._pipe.close()  # which ends it
-        self._process.join(10)
-        self._process.kill()
 
 
 def serve(pipe: Connection, pool: Pool, place: Place) -> None:
