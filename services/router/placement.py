@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.types import Limits, Role, WorkerKey, blocks_in_groups, blocks_to_admit
+from paceline.types import Limits, Role, WorkerKey, blocks_in_groups, blocks_to_admit, longest_request
 
 
 class LocalPrefill(enum.Enum):
@@ -53,10 +53,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, limits: Limits) -> bool:
         """Whether a decode worker of these limits can ever serve it."""
-        needed = self.prompt_tokens + self.max_tokens
-        return (
-            needed <= limits.context_tokens and blocks_in_groups(needed - 1, limits.most_blocks) <= limits.pool_blocks
-        )
+        return self.prompt_tokens + self.max_tokens <= longest_request(limits)
 
     def prompt_blocks(self, limits: Limits) -> int:
         """Blocks on a prefill worker of these limits, until they are handed over."""

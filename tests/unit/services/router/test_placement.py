@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.errors import InvalidRequest
 from paceline.services.router.placement import (
     Ask,
     Choice,
@@ -20,7 +21,7 @@ from paceline.services.router.placement import (
     least_loaded,
     obstacle,
 )
-from paceline.types import Limits, Role, WorkerKey, longest_request
+from paceline.types import Limits, Role, WorkerKey, check_lengths, longest_request
 
 LIMITS = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=100)
 SMALL = Limits(vocab_size=512, context_tokens=2_048, pool_blocks=6)
@@ -257,3 +258,6 @@ def test_the_longest_request_of_a_worker_fits_it_and_one_token_more_does_not(lim
     longest = longest_request(limits)
     assert Ask(prompt_tokens=longest - 1, max_tokens=1).fits(limits)
     assert not Ask(prompt_tokens=longest, max_tokens=1).fits(limits)
+    check_lengths(longest - 1, max_tokens=1, limits=limits)
+    with pytest.raises(InvalidRequest):
+        check_lengths(longest, max_tokens=1, limits=limits)
